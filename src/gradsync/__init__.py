@@ -1,0 +1,26 @@
+"""gradsync keeps the replicas of a model in step while many workers train it."""
+
+from gradsync.comm import Communicator, Work, connect
+from gradsync.data import shard
+from gradsync.errors import CollectiveFailed, GradSyncError, GradSyncWarning, OutOfStep, PeerLost, SameDataWarning
+from gradsync.spec import SpecError
+from gradsync.strategies import AllReduce, Strategy
+from gradsync.synchronize import Synchronizer, synchronize
+
+__all__ = [
+    "AllReduce",
+    "CollectiveFailed",
+    "Communicator",
+    "GradSyncError",
+    "GradSyncWarning",
+    "OutOfStep",
+    "PeerLost",
+    "SameDataWarning",
+    "SpecError",
+    "Strategy",
+    "Synchronizer",
+    "Work",
+    "connect",
+    "shard",
+    "synchronize",
+]

@@ -1,0 +1,279 @@
+"""Buckets: flat buffers whose views are the parameters' gradients, and the plan that says what lies where."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+MIB = 1 << 20
+BUCKET_BYTES = 25 * MIB  # larger => fewer, longer collectives; smaller => they start earlier in backward
+FIRST_BUCKET_BYTES = 1 * MIB  # small, so that the wire is busy soon after backward begins
+ALIGN_BYTES = 64  # every gradient begins on a cache line: vector loads never straddle
+
+
+class Allocator(Protocol):
+    """Who provides the memory of buckets: a transport may want it in a segment of its own."""
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor: ...
+
+
+class Slot:
+    """One parameter's place in a bucket, and what has happened to it in the current window of backwards."""
+
+    def __init__(self, name: str, param: Parameter, bucket: Bucket, view: Tensor, index: int) -> None:
+        self.name = name
+        self.param = param
+        self.bucket = bucket
+        self.view = view  # a part of bucket.buffer in the parameter's own shape and strides
+        self.index = index  # its flag's place in bucket.flags
+        self.ready = False  # its gradient of the current backward is in
+        self.held = False  # it has gathered gradients, and .grad was taken away meanwhile (see Engine)
+        self.scaled = False  # already multiplied on its way in
+        self.carried: Tensor | None = None  # an earlier mean that must not be averaged again
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the view holds something of this window (or .grad does)."""
+        return self.held or self.param.grad is not None
+
+    def collect(self, factor: float | None = None) -> None:
+        """Bring ``param.grad`` into the bucket, where it stays: afterwards ``param.grad is view``.
+
+        ``factor``: multiply on the way, which costs nothing as the gradient is copied anyhow. Only for a gradient
+        that comes whole; one that was gathered over several backwards is scaled at the launch.
+        """
+        grad = self.param.grad
+        if grad is None or grad is self.view:
+            return  # nothing there, or autograd has added into the bucket itself
+        with torch.no_grad():
+            if self.held:
+                self.view.add_(grad)
+                self.held = False
+            elif factor is None:
+                self.view.copy_(grad)
+            else:
+                torch.mul(grad.detach(), factor, out=self.view)
+                self.scaled = True
+        self.param.grad = self.view
+
+    def hold(self) -> None:
+        """Take ``.grad`` away and keep what it gathered: clipping and ``step()`` then leave it alone."""
+        if self.param.grad is not None:
+            self.collect()
+            self.param.grad = None
+            self.held = True
+
+    def set_aside(self) -> None:
+        """Keep an earlier mean out of the window that begins; ``restore`` adds it back."""
+        grad = self.param.grad
+        if grad is None:
+            return
+        self.collect()
+        # Zeros, as zero_grad(set_to_none=False) leaves them, are not worth a copy. (On CUDA asking would block.)
+        if self.view.is_cuda or bool(self.view.any()):
+            self.carried = self.view.detach().clone()
+            self.view.zero_()
+
+    def restore(self) -> None:
+        """Add back what ``set_aside`` kept."""
+        if self.carried is not None:
+            self.view.add_(self.carried)
+            self.carried = None
+
+
+class Bucket:
+    """A flat buffer whose views are the parameters' ``.grad``: the unit of overlap.
+
+    ``storage`` is the buffer and, behind it, one flag a parameter: 1 where this rank has a gradient. Summed over the
+    ranks with the rest, the flags say which parameters nobody used, at the price of no collective.
+    """
+
+    def __init__(self, index: int, params: Sequence[tuple[str, Parameter]], allocator: Allocator) -> None:
+        first = params[0][1]
+        self.index = index
+        self.dtype = first.dtype
+        self.device = first.device
+        real = _real_dtype(first.dtype)
+        reals_per_value = 2 if first.dtype.is_complex else 1
+        align = max(1, ALIGN_BYTES // first.element_size())
+        offsets, end = [], 0
+        for _, param in params:
+            offsets.append(end)
+            end += -(-param.numel() // align) * align
+        numel = end * reals_per_value
+        self.storage = allocator.allocate(numel + len(params), real, first.device)
+        self.buffer = self.storage[:numel]
+        self.flags = self.storage[numel:]
+        values = torch.view_as_complex(self.buffer.view(-1, 2)) if first.dtype.is_complex else self.buffer
+        self.slots = [
+            Slot(name, param, self, _view_like(values, offset, param), index)
+            for index, ((name, param), offset) in enumerate(zip(params, offsets, strict=True))
+        ]
+        self.missing = len(self.slots)  # slots whose gradient of the current backward is not in
+        self.launched = False
+
+    @property
+    def num_bytes(self) -> int:
+        return self.storage.numel() * self.storage.element_size()
+
+    def open(self) -> None:
+        """Begin a synchronizing backward."""
+        self.missing = len(self.slots)
+        self.launched = False
+        for slot in self.slots:
+            slot.ready = slot.scaled = False
+
+    def seal(self, factor: float) -> None:
+        """Make the buffer what this rank gives: every gradient times ``factor``, zeros where there is none, flags set.
+
+        [Note: weight zero] A factor of zero fills with zeros instead of multiplying: a rank that gives nothing must
+        not spoil the sum with its NaN.
+        """
+        used = [slot.has_gradient for slot in self.slots]
+        scaled = [slot.scaled for slot in self.slots]
+        with torch.no_grad():
+            for slot in self.slots:
+                slot.collect()
+                if not used[slot.index]:
+                    slot.view.zero_()  # it still holds the last mean
+            if factor == 0.0:
+                self.buffer.zero_()
+            elif factor != 1.0:
+                if not any(scaled):
+                    self.buffer.mul_(factor)
+                else:
+                    for slot in self.slots:
+                        if used[slot.index] and not slot.scaled:
+                            slot.view.mul_(factor)
+            if all(used):
+                self.flags.fill_(1.0)
+            else:
+                self.flags.copy_(torch.tensor(used, dtype=self.flags.dtype))
+
+    def unseal(self) -> None:
+        """After the reduction: ``.grad`` is the view wherever any rank had a gradient, and stays None elsewhere."""
+        absent = [not slot.has_gradient for slot in self.slots]
+        # Read the flags only where this rank lacks a gradient: on CUDA it blocks until the collective is done.
+        counts = self.flags.tolist() if any(absent) else []
+        for slot in self.slots:
+            slot.held = False
+            if not absent[slot.index] or counts[slot.index] > 0:
+                slot.param.grad = slot.view
+            slot.restore()
+
+
+class SparseSlot:
+    """A parameter whose gradients are sparse: not in any bucket, moved as rows and their indices."""
+
+    def __init__(self, name: str, param: Parameter) -> None:
+        self.name = name
+        self.param = param
+        self.held: Tensor | None = None
+        self.carried: Tensor | None = None
+
+    @property
+    def has_gradient(self) -> bool:
+        return self.held is not None or self.param.grad is not None
+
+    def collect(self) -> None:
+        """Give back to ``.grad`` what was held; autograd's own sparse tensor stays where it is."""
+        if self.held is not None:
+            grad = self.param.grad
+            self.param.grad = self.held if grad is None else self.held + grad
+            self.held = None
+
+    def hold(self) -> None:
+        self.collect()
+        self.held, self.param.grad = self.param.grad, None
+
+    def set_aside(self) -> None:
+        self.carried, self.param.grad = self.param.grad, None
+
+    def restore(self) -> None:
+        if self.carried is not None:
+            grad = self.param.grad
+            self.param.grad = self.carried if grad is None else self.carried + grad
+            self.carried = None
+
+
+AnySlot = Slot | SparseSlot
+
+
+class BucketPlan:
+    """Which parameter lies in which bucket, in the order in which the buckets' collectives start on every rank."""
+
+    def __init__(
+        self, layout: Sequence[Sequence[str]], sparse: Sequence[str], params: Mapping[str, Parameter], allocator: Allocator
+    ) -> None:
+        self.layout = [list(names) for names in layout]
+        self.buckets = [
+            Bucket(index, [(name, params[name]) for name in names], allocator) for index, names in enumerate(layout)
+        ]
+        self.sparse = [SparseSlot(name, params[name]) for name in sparse]
+        digest = hashlib.sha256(json.dumps([self.layout, list(sparse)]).encode()).digest()
+        self.fingerprint = int.from_bytes(digest[:6], "big")  # 48 bits: a float64 holds it exactly
+
+    def slots(self) -> Iterator[AnySlot]:
+        for bucket in self.buckets:
+            yield from bucket.slots
+        yield from self.sparse
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+
+def plan_buckets(
+    params: Sequence[tuple[str, Parameter]],
+    *,
+    cap_bytes: int = BUCKET_BYTES,
+    first_cap_bytes: int = FIRST_BUCKET_BYTES,
+) -> list[list[str]]:
+    """Group parameters, given in the order in which their gradients become ready, into buckets of at most a size.
+
+    A bucket has one dtype and one device; the buckets come in the order in which they will be full. A parameter that is
+    larger than the cap has a bucket of its own.
+
+    >>> import torch
+    >>> from gradsync.bucket import plan_buckets
+    >>> params = [(name, torch.nn.Parameter(torch.zeros(4))) for name in "cba"]
+    >>> plan_buckets(params, cap_bytes=32, first_cap_bytes=16)
+    [['c'], ['b', 'a']]
+    """
+    if cap_bytes <= 0 or first_cap_bytes <= 0:
+        raise ValueError(f"a bucket must hold at least one byte; got {cap_bytes=} {first_cap_bytes=}.")
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    full: list[tuple[int, list[str]]] = []  # (when its last gradient is ready, names)
+    last_ready: dict[tuple[torch.dtype, torch.device], int] = {}
+    for position, (name, param) in enumerate(params):
+        kind = (param.dtype, param.device)
+        num_bytes = param.numel() * param.element_size()
+        cap = cap_bytes if full else min(cap_bytes, first_cap_bytes)
+        if kind in open_buckets and sizes[kind] + num_bytes > cap:
+            full.append((last_ready[kind], open_buckets.pop(kind)))
+        open_buckets.setdefault(kind, []).append(name)
+        sizes[kind] = num_bytes if len(open_buckets[kind]) == 1 else sizes[kind] + num_bytes
+        last_ready[kind] = position
+    full += [(last_ready[kind], names) for kind, names in open_buckets.items()]
+    return [names for _, names in sorted(full)]
+
+
+def _real_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.empty(0, dtype=dtype).real.dtype if dtype.is_complex else dtype
+
+
+def _view_like(values: Tensor, offset: int, param: Parameter) -> Tensor:
+    """A view of ``values`` in the parameter's strides where it is dense (channels-last too), else in plain order.
+
+    Autograd adds into a gradient fastest when it is laid out as the parameter is.
+    """
+    dense = torch.ops.aten.is_non_overlapping_and_dense(param)
+    strides = param.stride() if dense else torch.empty(param.shape, device="meta").stride()
+    return values.as_strided(param.shape, strides, values.storage_offset() + offset)

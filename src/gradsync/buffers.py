@@ -1,0 +1,67 @@
+"""A model's buffers (running statistics, counters) over the ranks: rank 0's, the mean, or each rank its own."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from gradsync.comm.base import Communicator
+from gradsync.replicas import copy_tensors
+
+BufferMode = Literal["broadcast", "mean", "none"]
+BUFFER_MODES: tuple[BufferMode, ...] = ("broadcast", "mean", "none")
+
+
+class BufferSync:
+    """Brings the buffers in step at the end of a synchronizing backward.
+
+    Nothing is sent while no rank has changed a buffer since the last time (torch's version counters tell, and the header
+    carries it round): the masks and tables of a transformer cost nothing.
+    """
+
+    def __init__(self, model: nn.Module, mode: BufferMode, comm: Communicator) -> None:
+        if mode not in BUFFER_MODES:
+            raise ValueError(f"buffers must be one of {', '.join(BUFFER_MODES)}; got {mode!r}.")
+        self._model = model
+        self._mode = mode
+        self._comm = comm
+        self._seen: list[tuple[Tensor, int]] = []
+        self._remember()
+
+    def changed(self) -> bool:
+        """Whether a buffer of this rank was written since the last ``synchronize``."""
+        if self._mode == "none":
+            return False
+        buffers = list(self._model.buffers())
+        return len(buffers) != len(self._seen) or any(
+            buffer is not before or _version(buffer) != version
+            for buffer, (before, version) in zip(buffers, self._seen, strict=True)
+        )
+
+    def synchronize(self, share: float, src: int) -> None:
+        """Overwrite the buffers with those of rank ``src``, or with the mean; ``share`` is this rank's part. Blocks."""
+        buffers = list(self._model.buffers())
+        if self._mode == "mean":
+            self._average([buffer for buffer in buffers if buffer.is_floating_point()], share)
+            buffers = [buffer for buffer in buffers if not buffer.is_floating_point()]  # a count has no mean
+        copy_tensors(self._comm, buffers, src)
+        self._remember()
+
+    def _average(self, buffers: list[Tensor], share: float) -> None:
+        with torch.no_grad():
+            for dtype in dict.fromkeys((buffer.dtype, buffer.device) for buffer in buffers):
+                group = [buffer for buffer in buffers if (buffer.dtype, buffer.device) == dtype]
+                flat = torch.cat([buffer.reshape(-1) for buffer in group])
+                flat = flat * share if share else torch.zeros_like(flat)
+                self._comm.all_reduce(flat).wait()
+                for buffer, part in zip(group, flat.split([b.numel() for b in group]), strict=True):
+                    buffer.data.copy_(part.view(buffer.shape))
+
+    def _remember(self) -> None:
+        self._seen = [(buffer, _version(buffer)) for buffer in self._model.buffers()]
+
+
+def _version(buffer: Tensor) -> int:
+    return -1 if buffer.is_inference() else buffer._version

@@ -1,0 +1,218 @@
+"""The seam between gradsync and whatever moves tensors: ``Communicator`` and the ``Work`` its calls return.
+
+A communicator only moves and sums. It never divides (scaling happens once, before) and never compresses.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gradsync.comm.feed import Feed
+
+ReduceOp = Literal["sum", "max", "min"]
+REDUCE_OPS: tuple[ReduceOp, ...] = ("sum", "max", "min")
+
+DEFAULT_TIMEOUT_S = 300.0  # lower => a stalled peer is found sooner, but rank 0 may not take so long over a checkpoint
+
+
+class Work(abc.ABC):
+    """A collective that was started and may not have finished."""
+
+    @abc.abstractmethod
+    def wait(self) -> None:
+        """Block until the result is in place; raise what went wrong. At most ``timeout_s`` of the communicator.
+
+        On CUDA it makes the current stream wait, not the host, as torch.distributed does.
+        """
+
+    @abc.abstractmethod
+    def done(self) -> bool:
+        """Ask, without blocking, whether ``wait()`` would return (or raise) at once."""
+
+
+class Finished(Work):
+    """The work that had nothing to wait for."""
+
+    def wait(self) -> None:
+        return None
+
+    def done(self) -> bool:
+        return True
+
+
+class Communicator(abc.ABC):
+    """Moves tensors between the ranks of one group; made by :func:`gradsync.connect`.
+
+    Every rank of the group makes the same calls in the same order. Each call but ``barrier`` and ``split`` returns a
+    :class:`Work` at once; the tensors it was given belong to it until ``wait()`` has returned. Tensors are contiguous.
+
+    >>> import gradsync, torch
+    >>> comm = gradsync.connect()          # a world of one, outside of a launcher
+    >>> t = torch.ones(3)
+    >>> comm.all_reduce(t).wait()
+    >>> comm.rank, comm.world_size, t.tolist()
+    (0, 1, [1.0, 1.0, 1.0])
+    """
+
+    transport: str = "none"  # what moves the bytes: "c10d", "threads", ...
+    why: str = ""  # why this transport was chosen, for `gradsync info` and sync.stats()
+
+    def __init__(self, rank: int, world_size: int, *, timeout_s: float, feed: Feed | None = None) -> None:
+        if timeout_s <= 0:
+            raise ValueError(f"timeout_s must be above 0; got {timeout_s=}.")
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+        self.feed = feed if feed is not None else Feed()  # shared by all splits: see feed.py
+
+    # -- what a transport implements ------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
+        """Overwrite ``tensor`` on every rank with the sum (max, min) over the ranks: the same bits everywhere."""
+
+    @abc.abstractmethod
+    def all_gather(self, tensor: Tensor, *, out: Tensor) -> Work:
+        """Fill ``out``, of shape (world_size, *tensor.shape), with every rank's ``tensor`` in rank order."""
+
+    @abc.abstractmethod
+    def reduce_scatter(self, tensor: Tensor, *, out: Tensor, op: ReduceOp = "sum") -> Work:
+        """Sum ``tensor``, of shape (world_size, *out.shape), over the ranks; ``out`` gets this rank's row."""
+
+    @abc.abstractmethod
+    def all_to_all(self, tensor: Tensor, *, out: Tensor) -> Work:
+        """Send row i of ``tensor`` to rank i; row j of ``out`` is what rank j sent here. Both (world_size, ...)."""
+
+    @abc.abstractmethod
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
+        """Overwrite ``tensor`` on every rank with that of rank ``src``."""
+
+    @abc.abstractmethod
+    def send(self, tensor: Tensor, dst: int) -> Work:
+        """Send ``tensor`` to rank ``dst``, which calls ``recv`` with a tensor of the same shape and dtype."""
+
+    @abc.abstractmethod
+    def recv(self, tensor: Tensor, src: int) -> Work:
+        """Overwrite ``tensor`` with what rank ``src`` sends."""
+
+    @abc.abstractmethod
+    def barrier(self) -> None:
+        """Block until every rank of the group is here."""
+
+    @abc.abstractmethod
+    def split(self, ranks: Sequence[int]) -> Communicator | None:
+        """Make a group of some ranks of this one, with an order of collectives of its own.
+
+        Called by *every* rank of this group with the same ``ranks``; a rank that is not among them gets None.
+        """
+
+    def close(self) -> None:  # noqa: B027 - a transport that holds nothing has nothing to let go
+        """Let go of what the transport holds. Does not wait for peers. Safe to call twice."""
+
+    # -- what follows from it -------------------------------------------------------------------------------------
+
+    def note(self, place: str, *, step: int | None = None) -> None:  # noqa: B027 - only a lifeline tells peers
+        """Remember where this rank is ("step 12"), so that an error on a peer can say so."""
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A zeroed flat tensor for an engine's bucket; a transport may place it where it need not be copied."""
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def clone(self) -> Communicator:
+        """The same ranks with an order of collectives of their own: what each synchronizer takes for itself.
+
+        Two groups never see each other's collectives, so two models may interleave their backwards as they like.
+        """
+        group = self.split(range(self.world_size))
+        assert group is not None, "every rank is in the group of all ranks"
+        return group
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank={self.rank}, world_size={self.world_size}, transport={self.transport!r})"
+
+    def _check_ranks(self, ranks: Sequence[int]) -> list[int]:
+        chosen = list(ranks)
+        if not chosen or sorted(set(chosen)) != sorted(chosen) or not set(chosen) <= set(range(self.world_size)):
+            raise ValueError(f"ranks must be distinct and from 0 to {self.world_size - 1}; got {chosen}.")
+        return chosen
+
+    def _check_peer(self, rank: int, what: str) -> None:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"{what} must be a rank from 0 to {self.world_size - 1}; got {what}={rank}.")
+
+
+def check_rows(whole: Tensor, part: Tensor, world_size: int, names: tuple[str, str]) -> None:
+    """Check that ``whole`` is ``world_size`` rows of ``part``'s shape and dtype, both contiguous."""
+    expected = (world_size, *part.shape)
+    if tuple(whole.shape) != expected or whole.dtype != part.dtype:
+        raise ValueError(
+            f"{names[0]} must have shape {expected} and dtype {part.dtype}, a row of {names[1]}'s shape for each rank; "
+            f"got {tuple(whole.shape)} and {whole.dtype}."
+        )
+    check_contiguous(whole, names[0])
+    check_contiguous(part, names[1])
+
+
+def check_contiguous(tensor: Tensor, name: str = "tensor") -> None:
+    """Refuse tensors that a transport would have to copy behind the caller's back."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous; got strides {tensor.stride()}. Pass {name}.contiguous().")
+
+
+def check_op(op: str) -> None:
+    """Refuse an unknown reduction."""
+    if op not in REDUCE_OPS:
+        raise ValueError(f"op must be one of {', '.join(REDUCE_OPS)}; got {op!r}.")
+
+
+class Solo(Communicator):
+    """A world of one: every collective is already done. What ``python train.py`` without a launcher gets."""
+
+    transport = "solo"
+    why = "one worker: nothing to talk to"
+
+    def __init__(self, *, timeout_s: float = DEFAULT_TIMEOUT_S, feed: Feed | None = None) -> None:
+        super().__init__(0, 1, timeout_s=timeout_s, feed=feed)
+
+    def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
+        check_op(op)
+        check_contiguous(tensor)
+        return Finished()
+
+    def all_gather(self, tensor: Tensor, *, out: Tensor) -> Work:
+        check_rows(out, tensor, 1, ("out", "tensor"))
+        out[0].copy_(tensor)
+        return Finished()
+
+    def reduce_scatter(self, tensor: Tensor, *, out: Tensor, op: ReduceOp = "sum") -> Work:
+        check_op(op)
+        check_rows(tensor, out, 1, ("tensor", "out"))
+        out.copy_(tensor[0])
+        return Finished()
+
+    def all_to_all(self, tensor: Tensor, *, out: Tensor) -> Work:
+        check_rows(tensor, out[0], 1, ("tensor", "out[0]"))
+        out.copy_(tensor)
+        return Finished()
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
+        self._check_peer(src, "src")
+        return Finished()
+
+    def send(self, tensor: Tensor, dst: int) -> Work:
+        raise ValueError(f"a world of one has nobody to send to; got {dst=}.")
+
+    def recv(self, tensor: Tensor, src: int) -> Work:
+        raise ValueError(f"a world of one has nobody to receive from; got {src=}.")
+
+    def barrier(self) -> None:
+        return None
+
+    def split(self, ranks: Sequence[int]) -> Communicator | None:
+        self._check_ranks(ranks)
+        return Solo(timeout_s=self.timeout_s, feed=self.feed)

@@ -1,0 +1,81 @@
+"""What the data loader tells the synchronizers of its worker, so that weights and ``join`` need no line of the user's.
+
+One way: :func:`gradsync.shard` writes, engines read. The feed hangs on the communicator, because that is the one
+object that the loader and the synchronizers of a worker already share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+
+class Feed:
+    """The weight of the batch in hand, and who must be told when this worker's data has ended."""
+
+    def __init__(self) -> None:
+        self._batch_weight = 1.0  # samples in the batch that was last handed out; 1 when no sharded loader runs
+        self.said_weight: float | None = None  # what set_weight() said for the backward to come
+        self._joiners: list[Callable[[], None]] = []
+        self._open_blocks: list[Callable[[], None]] = []
+
+    @property
+    def weight(self) -> float:
+        """The weight of the backward to come: what ``set_weight`` said, else the samples of the batch in hand."""
+        return self._batch_weight if self.said_weight is None else self.said_weight
+
+    @weight.setter
+    def weight(self, samples: float) -> None:
+        self._batch_weight = float(samples)
+
+    def subscribe(self, join: Callable[[], None]) -> Callable[[], None]:
+        """Have ``join`` called at the end of this worker's data; returns what undoes it.
+
+        ``join`` keeps taking part in the other ranks' steps, with weight zero, until they have no data either.
+        """
+        self._joiners.append(join)
+        return lambda: self._joiners.remove(join) if join in self._joiners else None
+
+    def end(self) -> None:
+        """Tell every synchronizer that this worker has no data left; returns when no rank has any."""
+        self.weight = 1.0
+        _run_together(list(self._joiners))
+
+    @contextlib.contextmanager
+    def joining(self, join: Callable[[], None]) -> Iterator[None]:
+        """Call ``join`` at the end of the block, together with those of the blocks around it.
+
+        With two models, `with a.join(), b.join():`, the others' next collective may be of either. So the inner block's
+        end runs both, and the outer one's finds it done.
+        """
+        self._open_blocks.append(join)
+        try:
+            yield
+        except BaseException:
+            self._open_blocks.remove(join)
+            raise
+        if join in self._open_blocks:
+            together, self._open_blocks = self._open_blocks, []
+            _run_together(together)
+
+
+def _run_together(joiners: list[Callable[[], None]]) -> None:
+    """Call each, in a thread of its own but for the first; raise the first error."""
+    errors: list[BaseException] = []
+
+    def run(join: Callable[[], None]) -> None:
+        try:
+            join()
+        except BaseException as error:  # handed to the caller below
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(join,), daemon=True) for join in joiners[1:]]
+    for thread in threads:
+        thread.start()
+    for join in joiners[:1]:
+        run(join)
+    for thread in threads:
+        thread.join()  # bounded: every collective in there has the communicator's timeout
+    if errors:
+        raise errors[0]

@@ -1,0 +1,99 @@
+"""What can go wrong in the world, as exceptions.
+
+The user's own mistakes are ``ValueError`` and ``TypeError``; what the world does to a run is a ``GradSyncError``::
+
+    GradSyncError
+    ├── PeerLost          a rank died, left or fell silent
+    ├── OutOfStep         ranks are at different places of the run: other models, other steps, other settings
+    └── CollectiveFailed  the transport reported an error, and every peer is alive
+
+    GradSyncWarning (UserWarning)
+    └── SameDataWarning   every rank computed the same gradient: they read the same data
+"""
+
+from __future__ import annotations
+
+
+class GradSyncError(Exception):
+    """The root of everything the world can do to a run.
+
+    >>> import gradsync
+    >>> issubclass(gradsync.PeerLost, gradsync.GradSyncError)
+    True
+    """
+
+
+class PeerLost(GradSyncError):
+    """A peer died, left or fell silent; raised on every survivor within ``timeout_s`` + 2 s.
+
+    >>> import gradsync
+    >>> print(gradsync.PeerLost(rank=3, step=120, after_s=5.0, reason="its process is gone"))
+    rank 3 was lost at step 120, noticed after 5.0 s: its process is gone
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int | tuple[int, ...],
+        reason: str,
+        after_s: float,
+        step: int | None = None,
+        during: str = "",
+    ) -> None:
+        self.ranks: tuple[int, ...] = (rank,) if isinstance(rank, int) else rank
+        self.rank: int = self.ranks[0]  # the first of them: most often the only one
+        self.step = step
+        self.after_s = after_s
+        self.reason = reason
+        self.during = during
+        super().__init__(rank, step, after_s, reason)
+
+    def __str__(self) -> str:
+        who = f"rank {self.rank} was" if len(self.ranks) == 1 else f"ranks {_listed(self.ranks)} were"
+        at = f" at step {self.step}" if self.step is not None else ""
+        during = f" in {self.during}" if self.during else ""
+        return f"{who} lost{at}{during}, noticed after {self.after_s:.1f} s: {self.reason}"
+
+
+class OutOfStep(GradSyncError):
+    """The ranks are not at the same place of the same run: other models, other steps or other settings.
+
+    Every rank raises it with the same text, which names the first difference and the rank.
+
+    >>> import gradsync
+    >>> raise gradsync.OutOfStep("rank 1 has accumulate=2, rank 0 has accumulate=1")
+    Traceback (most recent call last):
+        ...
+    gradsync.errors.OutOfStep: rank 1 has accumulate=2, rank 0 has accumulate=1
+    """
+
+
+class CollectiveFailed(GradSyncError):
+    """The transport reported an error in a collective although every peer is alive.
+
+    >>> import gradsync
+    >>> isinstance(gradsync.CollectiveFailed("all_reduce: connection refused"), gradsync.GradSyncError)
+    True
+    """
+
+
+class GradSyncWarning(UserWarning):
+    """The root of gradsync's warnings, to filter them by.
+
+    >>> import gradsync, warnings
+    >>> warnings.simplefilter("error", gradsync.GradSyncWarning)  # in CI: a warning ends the run
+    >>> warnings.resetwarnings()
+    """
+
+
+class SameDataWarning(GradSyncWarning):
+    """Every rank computed the same gradient for several steps: most likely all of them read the same data.
+
+    >>> import gradsync
+    >>> issubclass(gradsync.SameDataWarning, gradsync.GradSyncWarning)
+    True
+    """
+
+
+def _listed(ranks: tuple[int, ...]) -> str:
+    return ", ".join(str(rank) for rank in ranks)

@@ -1,0 +1,118 @@
+"""Making replicas equal: checking that all ranks hold the same model, and copying one rank's state to the others."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradsync.bucket import MIB
+from gradsync.comm.base import Communicator
+from gradsync.comm.objects import all_gather_object, broadcast_object
+from gradsync.errors import OutOfStep
+
+CHUNK_BYTES = 32 * MIB  # copies go in chunks: large enough for the wire, small enough not to need the model twice
+
+
+def describe(model: nn.Module, optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]) -> dict[str, str]:
+    """What all ranks must agree on, a line a thing, in an order that they share."""
+    lines = {f"setting {name}": str(value) for name, value in settings.items()}
+    for name, param in model.named_parameters():
+        kind = f"{_shown(param)}{'' if param.requires_grad else ', frozen'}"
+        lines[f"parameter {plain_name(name)}"] = kind
+    for name, buffer in model.named_buffers():
+        lines[f"buffer {plain_name(name)}"] = _shown(buffer)
+    lines["optimizer class"] = type(optimizer).__name__
+    lines["optimizer state"] = "empty" if not optimizer.state else f"of {len(optimizer.state)} parameters"
+    for index, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            shown = len(value) if key == "params" else float(value) if isinstance(value, Tensor) else value
+            lines[f"optimizer param_groups[{index}][{key!r}]"] = repr(shown)
+    return lines
+
+
+def check_agreement(comm: Communicator, lines: Mapping[str, str]) -> None:
+    """Raise OutOfStep, on every rank, naming the first thing that differs and the rank where it does. Blocks."""
+    if comm.world_size == 1:
+        return
+    digest = hashlib.sha256(json.dumps(list(lines.items())).encode()).hexdigest()
+    if len(set(all_gather_object(comm, digest))) == 1:
+        return
+    everyone = all_gather_object(comm, list(lines.items()))
+    first = everyone[0]
+    for rank, other in enumerate(everyone[1:], start=1):
+        for (name, value), (other_name, other_value) in zip(first, other, strict=False):
+            if name != other_name:
+                raise OutOfStep(f"ranks differ: rank {rank} has {other_name} ({other_value}) where rank 0 has {name}.")
+            if value != other_value:
+                raise OutOfStep(f"ranks differ in {name}: rank {rank} has {other_value}, rank 0 has {value}.")
+        if len(first) != len(other):
+            more, fewer, extra = (0, rank, first) if len(first) > len(other) else (rank, 0, other)
+            raise OutOfStep(f"ranks differ: rank {more} has {extra[min(len(first), len(other))][0]}, rank {fewer} not.")
+
+
+def copy_tensors(comm: Communicator, tensors: Iterable[Tensor], src: int) -> None:
+    """Overwrite every rank's tensors with those of rank ``src``, in flat chunks. Blocks."""
+    if comm.world_size == 1:
+        return
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    with torch.no_grad():
+        for group in by_kind.values():
+            for chunk in _chunks(group):
+                flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
+                comm.broadcast(flat, src).wait()
+                if comm.rank != src:
+                    for tensor, part in zip(chunk, flat.split([t.numel() for t in chunk]), strict=True):
+                        # .data: a buffer that a kept graph has saved may be overwritten with what it already is
+                        tensor.data.copy_(part.view(tensor.shape))
+
+
+def copy_training_state(
+    comm: Communicator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler | None,
+    src: int,
+) -> None:
+    """Give every rank the parameters, buffers, optimizer state and loss scale of rank ``src``. Blocks."""
+    copy_tensors(comm, [*model.parameters(), *model.buffers()], src)
+    states = {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict() if scaler is not None else None}
+    received = broadcast_object(comm, states, src)
+    if comm.rank != src:
+        optimizer.load_state_dict(received["optimizer"])
+        if scaler is not None:
+            scaler.load_state_dict(received["scaler"])
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what ``torch.compile`` puts before it, so that saved state fits with and without.
+
+    >>> from gradsync.replicas import plain_name
+    >>> plain_name("_orig_mod.block.weight")
+    'block.weight'
+    """
+    return name.replace("_orig_mod.", "")
+
+
+def _chunks(tensors: list[Tensor]) -> Iterable[list[Tensor]]:
+    chunk: list[Tensor] = []
+    num_bytes = 0
+    for tensor in tensors:
+        if chunk and num_bytes + tensor.nbytes > CHUNK_BYTES:
+            yield chunk
+            chunk, num_bytes = [], 0
+        chunk.append(tensor)
+        num_bytes += tensor.nbytes
+    if chunk:
+        yield chunk
+
+
+def _shown(tensor: Tensor) -> str:
+    # Strides count too: gradients lie in their buckets as their parameters do, and a sum goes by position.
+    return f"shape {tuple(tensor.shape)}, {tensor.dtype}, strides {tensor.stride()}"

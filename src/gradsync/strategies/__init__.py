@@ -1,0 +1,31 @@
+"""When workers talk: a file a strategy. ``resolve_strategy`` turns a name or a spec into one."""
+
+from __future__ import annotations
+
+import logging
+
+from gradsync import spec
+from gradsync.strategies.allreduce import AllReduce
+from gradsync.strategies.base import Strategy, Verdict
+
+__all__ = ["AllReduce", "Strategy", "Verdict", "override_strategy", "resolve_strategy"]
+
+log = logging.getLogger("gradsync")
+
+_override: str | None = None
+
+
+def override_strategy(text: str | None) -> None:
+    """Have every later ``synchronize`` use this spec, whatever the script says: ``gradsync run --sync``."""
+    global _override
+    if text is not None:
+        spec.parse(text, "strategy")
+    _override = text
+
+
+def resolve_strategy(strategy: Strategy | str) -> Strategy:
+    """The strategy that a script asked for, or the one that the launcher put in its place."""
+    if _override is not None:
+        log.info("--sync %s takes the place of %s", _override, strategy)
+        return spec.resolve(_override, "strategy")
+    return spec.resolve(strategy, "strategy")

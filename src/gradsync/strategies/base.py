@@ -1,0 +1,81 @@
+"""The seam for when workers talk, and about what: ``Strategy``."""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+from gradsync.bucket import Bucket, BucketPlan, SparseSlot
+from gradsync.comm.base import Communicator
+from gradsync.header import Header, Round
+
+
+class Verdict(enum.Enum):
+    """What becomes of an ``optimizer.step()``."""
+
+    APPLY = "apply"  # the user's optimizer does it
+    DISCARD = "discard"  # nobody does: the gradients are dropped
+    DONE_ELSEWHERE = "done elsewhere"  # a server has done it, and the parameters are already there
+
+
+class Strategy(abc.ABC):
+    """When workers talk. The engine calls these in this order, and knows nothing of what they do.
+
+    In a backward that synchronizes: ``open``, then ``on_bucket_ready`` for every bucket in plan order, ``advance`` as
+    often as it likes in between, ``on_sparse``, ``after_backward``. Then ``before_step`` and ``after_step`` around the
+    optimizer's step.
+    """
+
+    def __init__(self) -> None:
+        self.plan: BucketPlan
+        self.comm: Communicator
+
+    def attach(self, plan: BucketPlan, comm: Communicator) -> None:
+        """Take the plan (again after it has changed) and a communicator of one's own."""
+        self.plan = plan
+        self.comm = comm
+
+    @abc.abstractmethod
+    def open(self, header: Header) -> None:
+        """The first gradient of a synchronizing backward is here. Must not block."""
+
+    @abc.abstractmethod
+    def round(self, *, block: bool) -> Round | None:
+        """What all ranks said at ``open``; None while unknown and not ``block``."""
+
+    @abc.abstractmethod
+    def on_bucket_ready(self, bucket: Bucket) -> None:
+        """A bucket is sealed: its gradients are this rank's share of the mean. Must not block."""
+
+    @abc.abstractmethod
+    def on_sparse(self, slots: Sequence[SparseSlot], factor: float) -> None:
+        """The end of backward: reduce the sparse gradients, each to be multiplied by ``factor`` first. May block."""
+
+    def advance(self) -> None:  # noqa: B027 - one that has nothing to move on does nothing
+        """Move on what is under way. Called often during backward. Must not block."""
+
+    @abc.abstractmethod
+    def after_backward(self) -> None:
+        """Wait for what must be exact before ``step()``."""
+
+    def before_step(self, step: int) -> Verdict:
+        """Decide what becomes of an ``optimizer.step()``."""
+        return Verdict.APPLY
+
+    def after_step(self, step: int) -> None:  # noqa: B027
+        """The optimizer has stepped."""
+
+    @abc.abstractmethod
+    def bytes_per_step(self) -> int:
+        """What this rank puts on the wire in a step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive a restart, keyed by parameter name."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what ``state_dict`` gave."""
+        if state:
+            raise ValueError(f"{type(self).__name__} keeps no state; got {sorted(state)}. Saved by another strategy?")

@@ -1,0 +1,323 @@
+"""The one verb, :func:`synchronize`, and the :class:`Synchronizer` that it returns."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from gradsync import spec
+from gradsync.bucket import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from gradsync.buffers import BufferMode
+from gradsync.comm import Communicator, connect
+from gradsync.engine import Engine, Settings
+from gradsync.replicas import check_agreement, copy_tensors, describe, plain_name
+from gradsync.scaling import ScalerGuard
+from gradsync.strategies import Strategy, resolve_strategy
+
+log = logging.getLogger("gradsync")
+
+STATE_VERSION = 1
+
+
+def synchronize(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy | str = "allreduce",
+    *,
+    comm: Communicator | None = None,
+    accumulate: int = 1,
+    accumulation: Literal["mean", "sum"] = "mean",
+    bucket_bytes: int = BUCKET_BYTES,
+    first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+    buffers: BufferMode = "broadcast",
+    scaler: torch.amp.GradScaler | None = None,
+    sparse: Sequence[str] = (),
+    timeout_s: float | None = None,
+) -> Synchronizer:
+    """Keep this model in step with its replicas on all other ranks, from now until ``close()``.
+
+    It works in place: the model is not wrapped, and the training loop stays as it is. First all ranks are checked to hold
+    the same model and settings (:class:`gradsync.OutOfStep` names the first difference), then rank 0's parameters and
+    buffers are copied to all. From then on, when ``loss.backward()`` returns, every ``.grad`` is the mean over the ranks.
+
+    Args:
+        model: the user's module. Its ``.grad`` become views into gradsync's buckets.
+        optimizer: any ``torch.optim`` optimizer over the model's parameters, except LBFGS.
+        strategy: when workers talk: a name, a spec such as ``"allreduce"``, or an object.
+        comm: the ranks to be in step with; ``gradsync.connect()`` unless said.
+        accumulate: synchronize at every k-th backward; the gradient is then the mean over the k. In between ``.grad`` is
+            None, so that ``optimizer.step()`` and clipping pass over it.
+        accumulation: "mean" over the backwards of a window (weighted, see ``set_weight``); "sum" multiplies by their
+            number, for loops that divide the loss themselves, as they must with DDP.
+        bucket_bytes: size of a bucket. Larger => fewer collectives; smaller => they start earlier.
+        first_bucket_bytes: size of the first one.
+        buffers: "broadcast" rank 0's after each synchronizing backward, take their "mean", or "none".
+        scaler: the ``GradScaler`` in use, if any.
+        sparse: names of parameters with sparse gradients, beside those of ``Embedding(sparse=True)``.
+        timeout_s: how long to wait for a silent peer before it is given up.
+
+    >>> import gradsync, torch
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> sync = gradsync.synchronize(model, optimizer)
+    >>> for batch in torch.randn(3, 8, 4):
+    ...     optimizer.zero_grad()
+    ...     model(batch).square().mean().backward()
+    ...     optimizer.step()
+    >>> sync.stats()["step"]
+    3
+    >>> sync.close()
+    """
+    settings = Settings(
+        accumulate=accumulate,
+        accumulation=accumulation,
+        bucket_bytes=bucket_bytes,
+        first_bucket_bytes=first_bucket_bytes,
+        buffers=buffers,
+    )
+    chosen = resolve_strategy(strategy)
+    _check_model(model, optimizer)
+    sparse_names = _sparse_names(model, sparse)
+    if comm is None:
+        comm = connect(timeout_s=timeout_s)
+    elif timeout_s is not None:
+        raise ValueError("timeout_s goes with the communicator: say it to gradsync.connect(), not beside comm=.")
+    own = comm.clone()
+    agreed = {"strategy": spec.render(chosen), **vars(settings), "sparse": sorted(sparse_names), "scaler": scaler is not None}
+    check_agreement(own, describe(model, optimizer, agreed))
+    copy_tensors(own, [*model.parameters(), *model.buffers()], src=0)
+    engine = Engine(model, optimizer, chosen, own, settings, sparse=sparse_names, scaler=scaler)
+    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+        log.info(
+            "the model is compiled as a whole, so all its gradients come at the end of backward and nothing overlaps; "
+            "compile it block by block to keep the overlap"
+        )
+    return Synchronizer(engine, comm)
+
+
+class Synchronizer:
+    """What :func:`synchronize` returns: a model that is kept in step, until ``close()``.
+
+    Also a context manager that closes at its end.
+
+    >>> import gradsync, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> with gradsync.synchronize(model, torch.optim.SGD(model.parameters(), lr=0.1)) as sync:
+    ...     sync.rank, sync.world_size
+    (0, 1)
+    """
+
+    def __init__(self, engine: Engine, comm: Communicator) -> None:
+        self._engine = engine
+        self._feed = comm.feed
+        self._guard = ScalerGuard(engine) if engine.scaler is not None and engine.settings.accumulate > 1 else None
+        self._unsubscribe = self._feed.subscribe(engine.join)
+        self._closed = False
+
+    @property
+    def rank(self) -> int:
+        return self._engine.comm.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._engine.comm.world_size
+
+    @property
+    def synchronized(self) -> bool:
+        """Whether the last backward was a synchronizing one: False within an accumulation.
+
+        >>> import gradsync, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> sync = gradsync.synchronize(model, torch.optim.SGD(model.parameters(), lr=0.1), accumulate=2)
+        >>> for _ in range(2):
+        ...     model(torch.ones(1, 2)).sum().backward()
+        ...     print(sync.synchronized)
+        False
+        True
+        """
+        return self._engine.synchronized
+
+    def set_weight(self, weight: float | torch.Tensor) -> None:
+        """Say how many samples or tokens the mean loss of the next backward stands for; 1 unless said, each time anew.
+
+        The gradient becomes Σ w·g / Σ w over ranks and over the backwards of an accumulation. With
+        :func:`gradsync.shard` the number of samples is the weight by itself; what is said here comes first.
+
+        >>> import gradsync, torch
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> sync = gradsync.synchronize(model, torch.optim.SGD(model.parameters(), lr=0.1), accumulate=2)
+        >>> for value, weight in ((1.0, 1), (4.0, 3)):
+        ...     sync.set_weight(weight)
+        ...     (value * model.weight).sum().backward()
+        >>> model.weight.grad.item()                        # (1·1 + 3·4) / (1 + 3)
+        3.25
+        """
+        value = float(weight)
+        if not math.isfinite(value) or value < 0:
+            raise ValueError(f"a weight is a count of samples or tokens: finite, and not below 0; got {value}.")
+        self._engine.set_weight(value)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it backwards only gather gradients; the first one outside synchronizes them all.
+
+        The result is the mean over the backwards (see ``accumulation`` of :func:`synchronize`).
+
+        >>> import gradsync, torch
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> sync = gradsync.synchronize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> with sync.no_sync():
+        ...     (1.0 * model.weight).sum().backward()
+        >>> (3.0 * model.weight).sum().backward()
+        >>> model.weight.grad.item()
+        2.0
+        """
+        self._engine.enter_no_sync()
+        try:
+            yield
+        finally:
+            self._engine.leave_no_sync()
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """Around a loop whose ranks may run out of data at different times.
+
+        A rank that leaves the loop goes on taking part in the others' steps, with weight zero, until no rank has data;
+        then all have the same parameters, buffers and optimizer state. Blocks at the end. Not needed with
+        :func:`gradsync.shard`.
+
+        >>> import gradsync, torch
+        >>> model = torch.nn.Linear(1, 1)
+        >>> sync = gradsync.synchronize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> with sync.join():
+        ...     for x in torch.ones(3, 1):
+        ...         model(x).sum().backward()
+        """
+        with self._feed.joining(self._engine.join):
+            yield
+
+    def stats(self) -> dict[str, Any]:
+        """What the synchronization is and costs, in plain numbers.
+
+        >>> import gradsync, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> sync = gradsync.synchronize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> stats = sync.stats()
+        >>> stats["strategy"], stats["transport"], stats["bytes_per_step"]
+        ('allreduce', 'solo', 0)
+        """
+        engine = self._engine
+        return {
+            "strategy": spec.render(engine.strategy),
+            "transport": engine.comm.transport,
+            "why": engine.comm.why,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "step": engine.step,
+            "bucket_bytes": [bucket.num_bytes for bucket in engine.plan.buckets],
+            "bytes_per_step": engine.strategy.bytes_per_step(),
+            "exposed_s": engine.exposed_s,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the synchronizer must have to go on bit for bit: clock, plan, strategy state, by parameter name.
+
+        Between steps it is the same on every rank; within an accumulation it holds the rank's own gathered gradients, so
+        then each rank saves its own.
+
+        >>> import gradsync, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with gradsync.synchronize(model, optimizer) as sync:
+        ...     model(torch.ones(1, 2)).sum().backward()
+        ...     saved = sync.state_dict()
+        >>> with gradsync.synchronize(model, optimizer) as sync:
+        ...     sync.load_state_dict(saved)
+        ...     sync.stats()["step"]
+        1
+        """
+        return {
+            "version": STATE_VERSION,
+            "strategy": spec.render(self._engine.strategy),
+            **self._engine.state_dict(),
+            "strategy_state": self._engine.strategy.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what ``state_dict`` gave, on every rank."""
+        if state.get("version") != STATE_VERSION:
+            raise ValueError(f"expected a gradsync state of version {STATE_VERSION}; got {state.get('version')!r}.")
+        mine = spec.render(self._engine.strategy)
+        if state["strategy"] != mine:
+            raise ValueError(f"the state was saved by {state['strategy']!r}; this synchronizer runs {mine!r}.")
+        self._engine.load_state_dict(state)
+        self._engine.strategy.load_state_dict(state["strategy_state"])
+
+    def close(self) -> None:
+        """Remove all hooks: the model is as it was, with gradients of its own. Does not wait for peers."""
+        if self._closed:
+            return
+        self._closed = True
+        self._unsubscribe()
+        if self._guard is not None:
+            self._guard.remove()
+        self._engine.close()
+        self._engine.comm.close()
+
+    def __enter__(self) -> Synchronizer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Synchronizer({spec.render(self._engine.strategy)!r}, rank {self.rank} of {self.world_size})"
+
+
+def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}. Several go into a ModuleList.")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}.")
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise ValueError(f"the model is already wrapped in {type(model).__name__}. Pass its .module.")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS decides by its own rank's loss how often it evaluates, so ranks would get out of step. "
+            "Use another optimizer."
+        )
+    for name, param in model.named_parameters():
+        if param.device.type == "meta" or isinstance(param, nn.parameter.UninitializedParameter):
+            raise ValueError(f"parameter {name} has no data yet. Materialise it (or run a forward) on all ranks first.")
+    if not any(param.requires_grad for param in model.parameters()):
+        raise ValueError("the model has no parameter that requires a gradient: there is nothing to synchronize.")
+    known = {id(param) for param in model.parameters()}
+    strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+    if strangers:
+        shapes = ", ".join(str(tuple(param.shape)) for param in strangers[:3])
+        raise ValueError(
+            f"the optimizer has {len(strangers)} parameter(s) that are not the model's (shapes {shapes}): nobody would "
+            "average their gradients. Make them part of the model, or put several models into one ModuleList."
+        )
+
+
+def _sparse_names(model: nn.Module, said: Sequence[str]) -> list[str]:
+    names = {id(param): plain_name(name) for name, param in model.named_parameters()}
+    unknown = sorted(set(said) - set(names.values()))
+    if unknown:
+        raise ValueError(f"sparse names {unknown[0]!r}, which the model does not have; it has {sorted(names.values())}.")
+    found = [
+        names[id(module.weight)]
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    ]
+    return sorted({*said, *found})
