@@ -1,5 +1,6 @@
 """gradsync keeps the replicas of a model in step while many workers train it."""
 
+from gradsync.batchnorm import SyncBatchNorm
 from gradsync.comm import Communicator, Work, connect
 from gradsync.data import shard
 from gradsync.errors import CollectiveFailed, GradSyncError, GradSyncWarning, OutOfStep, PeerLost, SameDataWarning
@@ -18,6 +19,7 @@ __all__ = [
     "SameDataWarning",
     "SpecError",
     "Strategy",
+    "SyncBatchNorm",
     "Synchronizer",
     "Work",
     "connect",

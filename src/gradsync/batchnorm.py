@@ -1,8 +1,9 @@
 """Batch normalization over the batch of all ranks, on CPU as on GPU.
 
-[Note: one row for everything] Each call sends one row of one size around, whichever layer it comes from and whether it is
-a forward or a backward. So a rank that has run out of data need not know what the others are doing: it adds rows of zeros
-until nobody adds anything else. And ranks that are in different layers find out, where bare sums would silently mix.
+[Note: one row for everything] Each call sends one row of one size around, whichever layer it comes from and whether it
+is a forward or a backward. So a rank that has run out of data need not know what the others are doing: it adds rows of
+zeros until nobody adds anything else. And ranks that are in different layers find out, where bare sums would mix in
+silence.
 
 [Note: weights] Every rank's loss is a mean over its own samples, and the engine makes Σ w·g / Σ w of the ranks'
 gradients. The gradient that arrives here on rank s is therefore larger by W/w_s than that of the joined loss, and what
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -82,8 +84,8 @@ class _Channel:
         if ranks * squares != places * places:
             raise OutOfStep(
                 f"the ranks are in different batch normalizations: rank {self.comm.rank} is in the {_KINDS[kind]} of "
-                f"layer {layer} of {self.num_layers}, another rank elsewhere. Every rank must run the same layers in the "
-                "same order; a model that takes other ways by its input can't have SyncBatchNorm in them."
+                f"layer {layer} of {self.num_layers}, another rank elsewhere. Every rank must run the same layers in "
+                "the same order; a model that takes other ways by its input can't have SyncBatchNorm in them."
             )
 
     def _stand_in(self) -> None:
@@ -111,7 +113,7 @@ class SyncBatchNorm(_BatchNorm):
     """Batch normalization with the statistics of all ranks' batches together, on CPU as on GPU.
 
     N ranks on parts of a batch give what one process gives on the whole batch, forward and backward, also when the
-    parts have different sizes or are empty, and while ranks that have run out of data wait for the others. In ``eval()``
+    parts have different sizes or are empty, and while ranks that have run out of data wait for the others. In eval mode
     it is plain batch normalization and talks to nobody.
 
     Most models are converted: :meth:`convert`. The gradients of weight and bias stay those of the rank's own batch:
@@ -185,6 +187,12 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if not self.training or self._channel.comm.world_size == 1:
             return super().forward(input)
+        return self._normalize(input)
+
+    # A compiler would take the weight of the first backward for a constant, and can't trace a collective: a graph ends
+    # here and another begins after it. (torch.compiler.disable would import the compiler with this file, for 2 s.)
+    @_disable_dynamo
+    def _normalize(self, input: Tensor) -> Tensor:
         with torch.no_grad():
             count, mean, var = self._statistics(input.detach())
             if self.track_running_stats:

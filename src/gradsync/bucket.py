@@ -86,6 +86,17 @@ class Slot:
             self.view.add_(self.carried)
             self.carried = None
 
+    def gathered(self) -> Tensor | None:
+        """A copy of what the window has gathered so far."""
+        return self.view.detach().clone() if self.has_gradient else None
+
+    def inherit(self, before: AnySlot) -> None:
+        """Take over what an earlier plan's slot of this parameter holds. (``.grad`` itself comes with ``collect``.)"""
+        assert isinstance(before, Slot)
+        if before.held:
+            self.view.data.copy_(before.view)
+        self.held, self.carried = before.held, before.carried
+
 
 class Bucket:
     """A flat buffer whose views are the parameters' ``.grad``: the unit of overlap.
@@ -201,6 +212,14 @@ class SparseSlot:
             self.param.grad = self.carried if grad is None else self.carried + grad
             self.carried = None
 
+    def gathered(self) -> Tensor | None:
+        grad = self.held if self.held is not None else self.param.grad
+        return None if grad is None else grad.detach().clone()
+
+    def inherit(self, before: AnySlot) -> None:
+        assert isinstance(before, SparseSlot)
+        self.held, self.carried = before.held, before.carried
+
 
 AnySlot = Slot | SparseSlot
 
@@ -209,7 +228,11 @@ class BucketPlan:
     """Which parameter lies in which bucket, in the order in which the buckets' collectives start on every rank."""
 
     def __init__(
-        self, layout: Sequence[Sequence[str]], sparse: Sequence[str], params: Mapping[str, Parameter], allocator: Allocator
+        self,
+        layout: Sequence[Sequence[str]],
+        sparse: Sequence[str],
+        params: Mapping[str, Parameter],
+        allocator: Allocator,
     ) -> None:
         self.layout = [list(names) for names in layout]
         self.buckets = [

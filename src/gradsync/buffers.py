@@ -17,13 +17,11 @@ BUFFER_MODES: tuple[BufferMode, ...] = ("broadcast", "mean", "none")
 class BufferSync:
     """Brings the buffers in step at the end of a synchronizing backward.
 
-    Nothing is sent while no rank has changed a buffer since the last time (torch's version counters tell, and the header
-    carries it round): the masks and tables of a transformer cost nothing.
+    Nothing is sent while no rank has changed a buffer since the last time: torch's version counters tell, and the
+    header carries it round. So the masks and tables of a transformer cost nothing.
     """
 
     def __init__(self, model: nn.Module, mode: BufferMode, comm: Communicator) -> None:
-        if mode not in BUFFER_MODES:
-            raise ValueError(f"buffers must be one of {', '.join(BUFFER_MODES)}; got {mode!r}.")
         self._model = model
         self._mode = mode
         self._comm = comm

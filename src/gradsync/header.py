@@ -33,7 +33,9 @@ class Header:
     @staticmethod
     def unpack(values: list[float]) -> Header:
         kinds = {"int": int, "float": float, "bool": bool}
-        return Header(**{field.name: kinds[str(field.type)](value) for field, value in zip(FIELDS, values, strict=True)})
+        return Header(
+            **{field.name: kinds[str(field.type)](value) for field, value in zip(FIELDS, values, strict=True)}
+        )
 
 
 FIELDS = fields(Header)

@@ -16,9 +16,10 @@ from gradsync import spec
 from gradsync.bucket import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from gradsync.buffers import BufferMode
 from gradsync.comm import Communicator, connect
-from gradsync.engine import Engine, Settings
+from gradsync.engine import Engine
 from gradsync.replicas import check_agreement, copy_tensors, describe, plain_name
 from gradsync.scaling import ScalerGuard
+from gradsync.settings import Settings
 from gradsync.strategies import Strategy, resolve_strategy
 
 log = logging.getLogger("gradsync")
@@ -43,17 +44,18 @@ def synchronize(
 ) -> Synchronizer:
     """Keep this model in step with its replicas on all other ranks, from now until ``close()``.
 
-    It works in place: the model is not wrapped, and the training loop stays as it is. First all ranks are checked to hold
-    the same model and settings (:class:`gradsync.OutOfStep` names the first difference), then rank 0's parameters and
-    buffers are copied to all. From then on, when ``loss.backward()`` returns, every ``.grad`` is the mean over the ranks.
+    It works in place: the model is not wrapped, and the training loop stays as it is. First all ranks are checked to
+    hold the same model and settings (:class:`gradsync.OutOfStep` names the first difference), then rank 0's parameters
+    and buffers are copied to all. From then on, when ``loss.backward()`` returns, every ``.grad`` is the mean over the
+    ranks.
 
     Args:
         model: the user's module. Its ``.grad`` become views into gradsync's buckets.
         optimizer: any ``torch.optim`` optimizer over the model's parameters, except LBFGS.
         strategy: when workers talk: a name, a spec such as ``"allreduce"``, or an object.
         comm: the ranks to be in step with; ``gradsync.connect()`` unless said.
-        accumulate: synchronize at every k-th backward; the gradient is then the mean over the k. In between ``.grad`` is
-            None, so that ``optimizer.step()`` and clipping pass over it.
+        accumulate: synchronize at every k-th backward; the gradient is then the mean over the k. In between ``.grad``
+            is None, so that ``optimizer.step()`` and clipping pass over it.
         accumulation: "mean" over the backwards of a window (weighted, see ``set_weight``); "sum" multiplies by their
             number, for loops that divide the loss themselves, as they must with DDP.
         bucket_bytes: size of a bucket. Larger => fewer collectives; smaller => they start earlier.
@@ -90,7 +92,12 @@ def synchronize(
     elif timeout_s is not None:
         raise ValueError("timeout_s goes with the communicator: say it to gradsync.connect(), not beside comm=.")
     own = comm.clone()
-    agreed = {"strategy": spec.render(chosen), **vars(settings), "sparse": sorted(sparse_names), "scaler": scaler is not None}
+    agreed = {
+        "strategy": spec.render(chosen),
+        **vars(settings),
+        "sparse": sorted(sparse_names),
+        "scaler": scaler is not None,
+    }
     check_agreement(own, describe(model, optimizer, agreed))
     copy_tensors(own, [*model.parameters(), *model.buffers()], src=0)
     engine = Engine(model, optimizer, chosen, own, settings, sparse=sparse_names, scaler=scaler)
@@ -229,8 +236,8 @@ class Synchronizer:
     def state_dict(self) -> dict[str, Any]:
         """All that the synchronizer must have to go on bit for bit: clock, plan, strategy state, by parameter name.
 
-        Between steps it is the same on every rank; within an accumulation it holds the rank's own gathered gradients, so
-        then each rank saves its own.
+        Between steps it is the same on every rank. Within an accumulation it also holds the gradients that this rank
+        has gathered, so then each rank saves its own.
 
         >>> import gradsync, torch
         >>> model = torch.nn.Linear(2, 1)
@@ -314,7 +321,9 @@ def _sparse_names(model: nn.Module, said: Sequence[str]) -> list[str]:
     names = {id(param): plain_name(name) for name, param in model.named_parameters()}
     unknown = sorted(set(said) - set(names.values()))
     if unknown:
-        raise ValueError(f"sparse names {unknown[0]!r}, which the model does not have; it has {sorted(names.values())}.")
+        raise ValueError(
+            f"sparse names {unknown[0]!r}, which the model does not have; it has {sorted(names.values())}."
+        )
     found = [
         names[id(module.weight)]
         for module in model.modules()

@@ -21,7 +21,14 @@ DEFAULT_TIMEOUT_S = 300.0  # lower => a stalled peer is found sooner, but rank 0
 
 
 class Work(abc.ABC):
-    """A collective that was started and may not have finished."""
+    """A collective that was started and may not have finished.
+
+    >>> import gradsync, torch
+    >>> work = gradsync.connect().all_reduce(torch.ones(2))
+    >>> work.wait()
+    >>> work.done()
+    True
+    """
 
     @abc.abstractmethod
     def wait(self) -> None:

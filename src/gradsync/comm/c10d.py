@@ -143,7 +143,9 @@ class C10d(Communicator):
         if self.rank not in chosen:
             return None
         group = dist.new_group(
-            members, timeout=timedelta(seconds=self.timeout_s), use_local_synchronization=len(members) < dist.get_world_size()
+            members,
+            timeout=timedelta(seconds=self.timeout_s),
+            use_local_synchronization=len(members) < dist.get_world_size(),
         )
         assert isinstance(group, dist.ProcessGroup), "this rank is among the members"
         return C10d(group, members, self.lifeline, timeout_s=self.timeout_s, why=self.why, feed=self.feed)
@@ -233,7 +235,9 @@ class C10d(Communicator):
             )
             self.lifeline.declare_lost(late, reason)
             raise self._peer_lost(late[0], reason, after_s, what)
-        raise CollectiveFailed(f"{what} failed after {after_s:.1f} s, though every rank is alive and took part: {error}")
+        raise CollectiveFailed(
+            f"{what} failed after {after_s:.1f} s, though every rank is alive and took part: {error}"
+        )
 
     def _peer_lost(self, rank: int, reason: str, after_s: float, what: str) -> PeerLost:
         return PeerLost(rank=rank, reason=reason, after_s=after_s, during=what, step=self.lifeline.here.step)
@@ -253,7 +257,7 @@ def connect_c10d(place: Place, *, timeout_s: float, why: str) -> C10d:
             timeout=timedelta(seconds=timeout_s),
         )
     world = range(dist.get_world_size())
-    store = dist.PrefixStore("gradsync", dist.distributed_c10d._get_default_store())
+    store = torch._C._distributed_c10d.PrefixStore("gradsync", dist.distributed_c10d._get_default_store())
     addresses = [place.master_addr] if place.master_addr else []
     lifeline = Lifeline(dist.get_rank(), len(world), store, addresses=addresses, timeout_s=timeout_s)
     group = dist.group.WORLD if ours else dist.new_group(list(world), timeout=timedelta(seconds=timeout_s))

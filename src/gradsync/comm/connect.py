@@ -32,8 +32,9 @@ def connect(transport: str = "auto", *, timeout_s: float | None = None) -> Commu
 
     The place in the run comes from what torchrun (or ``gradsync run``), Open MPI, PMI or Slurm left in the environment;
     with none of them it is a world of one, so that ``python train.py`` works unchanged. A process group that the script
-    has already initialised is used as it is. Blocks until all workers are here, at most ``timeout_s`` (300 unless said):
-    that is also how long any later collective may take before a silent peer is given up as :class:`gradsync.PeerLost`.
+    has already initialised is used as it is. Blocks until all workers are here, at most ``timeout_s`` (300 unless
+    said): that is also how long any later collective may take before a silent peer is given up
+    (:class:`gradsync.PeerLost`).
 
     ``transport``: ``"auto"``, ``"c10d"`` (Gloo for CPU tensors, NCCL for CUDA ones) or ``"solo"``.
 
@@ -70,7 +71,9 @@ def _connect(transport: str, timeout_s: float) -> Communicator:
     place = find_place()
     if place.world_size == 1 or transport == "solo":
         if transport == "c10d":
-            raise ValueError("transport='c10d' needs a launcher; no torchrun, MPI or Slurm is seen. Use `gradsync run`.")
+            raise ValueError(
+                "transport='c10d' needs a launcher; no torchrun, MPI or Slurm is seen. Use `gradsync run`."
+            )
         return Solo(timeout_s=timeout_s)
     _Process.initialised_torch = True
     why = f"{place.world_size} ranks, as {place.source} says"

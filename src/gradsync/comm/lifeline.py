@@ -13,6 +13,7 @@ a rank spreads its verdict before it raises, and the first verdict that a rank h
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import os
@@ -228,10 +229,8 @@ class Lifeline:
         self._selector.register(line.connection, selectors.EVENT_READ, line)
 
     def _drop(self, line: _Line) -> None:
-        try:
+        with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(line.connection)
-        except (KeyError, ValueError):
-            pass
         line.connection.close()
 
     def _selector_close(self) -> None:

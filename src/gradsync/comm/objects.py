@@ -1,4 +1,4 @@
-"""Plain objects between ranks: nested dicts, lists, numbers, text and tensors, as JSON and raw tensors. Never pickle."""
+"""Plain objects between ranks: nested dicts, lists, numbers, text and tensors, as JSON and raw bytes. Never pickle."""
 
 from __future__ import annotations
 

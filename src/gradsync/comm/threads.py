@@ -86,7 +86,14 @@ class Threads(Communicator):
     why = "ranks are threads of one process"
 
     def __init__(
-        self, world: _World, members: Sequence[int], rank: int, group: tuple[object, ...], *, timeout_s: float, feed: Feed
+        self,
+        world: _World,
+        members: Sequence[int],
+        rank: int,
+        group: tuple[object, ...],
+        *,
+        timeout_s: float,
+        feed: Feed,
     ) -> None:
         super().__init__(rank, len(members), timeout_s=timeout_s, feed=feed)
         self.world = world
@@ -171,9 +178,7 @@ class Threads(Communicator):
             return None
         members = [self.members[rank] for rank in chosen]
         group = (*self._group, self._splits, tuple(chosen))
-        return Threads(
-            self.world, members, chosen.index(self.rank), group, timeout_s=self.timeout_s, feed=self.feed
-        )
+        return Threads(self.world, members, chosen.index(self.rank), group, timeout_s=self.timeout_s, feed=self.feed)
 
     def _meet(
         self,
@@ -268,7 +273,7 @@ def run_ranks(world_size: int, fn: Callable[[Communicator], T], *, timeout_s: fl
     for thread in threads:
         thread.join()
     if errors:
-        # The cause before its echoes: what the others raise because a rank is gone says less than what that rank raised.
+        # The cause before its echoes: the others only raise that this rank is gone.
         rank, cause = min(errors, key=lambda failed: isinstance(failed[1], PeerLost))
         cause.add_note(f"(raised on rank {rank} of {world_size})")
         raise cause

@@ -13,18 +13,19 @@ import abc
 from collections.abc import Iterator
 from typing import Any
 
+from gradsync import spec
 from gradsync.bucket import Bucket
 from gradsync.comm.base import Communicator, Work
 
 
 class Reducer(abc.ABC):
-    """Turns a sealed bucket into its sum over the ranks, in place. (It is sealed with the weights: the sum is the mean.)"""
+    """Turns a sealed bucket into its sum over the ranks, in place. (Sealed with its weight, that is the mean.)"""
 
     num_stages: int = 1  # how many collectives `reduce` yields, for every bucket on every rank
 
     @abc.abstractmethod
     def reduce(self, bucket: Bucket, comm: Communicator) -> Iterator[Work]:
-        """Overwrite ``bucket.buffer`` and ``bucket.flags`` with their sums; yield each collective once it is started."""
+        """Overwrite ``bucket.buffer`` and ``bucket.flags`` with their sums; yield each collective once it runs."""
 
     @abc.abstractmethod
     def bytes_sent(self, bucket: Bucket, world_size: int) -> int:
@@ -37,7 +38,12 @@ class Reducer(abc.ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what ``state_dict`` gave."""
         if state:
-            raise ValueError(f"{type(self).__name__} keeps no state; got {sorted(state)}. Was it saved by another reducer?")
+            raise ValueError(
+                f"{type(self).__name__} keeps no state; got {sorted(state)}. Was it saved by another reducer?"
+            )
+
+
+spec.declare("reducer", Reducer)
 
 
 class Driver:

@@ -27,5 +27,6 @@ def resolve_strategy(strategy: Strategy | str) -> Strategy:
     """The strategy that a script asked for, or the one that the launcher put in its place."""
     if _override is not None:
         log.info("--sync %s takes the place of %s", _override, strategy)
-        return spec.resolve(_override, "strategy")
-    return spec.resolve(strategy, "strategy")
+    chosen = spec.resolve(strategy if _override is None else _override, "strategy")
+    assert isinstance(chosen, Strategy), "only strategies are registered as such"
+    return chosen

@@ -34,6 +34,7 @@ class AllReduce(Strategy):
         self._driver: Driver | None = None
 
     def spec_arguments(self) -> dict[str, Any]:
+        """What it was made with, for specs."""
         return {"reducer": None if type(self.reducer) is Plain else self.reducer}
 
     def open(self, header: Header) -> None:

@@ -7,6 +7,7 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
+from gradsync import spec
 from gradsync.bucket import Bucket, BucketPlan, SparseSlot
 from gradsync.comm.base import Communicator
 from gradsync.header import Header, Round
@@ -26,6 +27,13 @@ class Strategy(abc.ABC):
     In a backward that synchronizes: ``open``, then ``on_bucket_ready`` for every bucket in plan order, ``advance`` as
     often as it likes in between, ``on_sparse``, ``after_backward``. Then ``before_step`` and ``after_step`` around the
     optimizer's step.
+
+    >>> import gradsync
+    >>> class Noisy(gradsync.AllReduce):                       # a strategy of one's own
+    ...     def after_step(self, step: int) -> None:
+    ...         print("stepped after backward", step)
+    >>> gradsync.spec.register("strategy", "noisy")(Noisy).__name__
+    'Noisy'
     """
 
     def __init__(self) -> None:
@@ -79,3 +87,6 @@ class Strategy(abc.ABC):
         """Take back what ``state_dict`` gave."""
         if state:
             raise ValueError(f"{type(self).__name__} keeps no state; got {sorted(state)}. Saved by another strategy?")
+
+
+spec.declare("strategy", Strategy)

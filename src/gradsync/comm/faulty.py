@@ -1,0 +1,215 @@
+"""A communicator that is late, falls silent or dies on a seed: the world at its worst, and the same each time."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from gradsync.comm.base import Communicator, ReduceOp, Work
+from gradsync.errors import PeerLost
+
+
+class _Fate:
+    """What is to befall one rank: shared by all groups split from its communicator, as a process has one life."""
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        seed: int,
+        delay_s: float,
+        delay_probability: float,
+        drop_probability: float,
+        kill_probability: float,
+        kill_at: int | None,
+        on_kill: Callable[[], None] | None,
+    ) -> None:
+        self._rank = rank
+        self._seed = seed
+        self._delay_s = delay_s
+        self._delay_probability = delay_probability
+        self._drop_probability = drop_probability
+        self._kill_probability = kill_probability
+        self._kill_at = kill_at
+        self._on_kill = on_kill
+        self._lock = threading.Lock()  # two models of one rank may be in backward at once
+        self._count = 0
+        self._silent = False
+
+    def strike(self) -> bool:
+        """Let happen what happens at the next collective; False if the rank does not take part in it."""
+        with self._lock:
+            self._count += 1
+            number = self._count
+        # Drawn anew for each number: what happens there does not depend on what was asked before.
+        draw = random.Random(f"{self._seed}:{self._rank}:{number}")
+        late, dropped, killed = (draw.random() for _ in range(3))
+        if killed < self._kill_probability or number == self._kill_at:
+            self._kill()
+        if dropped < self._drop_probability:
+            self._silent = True
+        if self._silent:
+            return False
+        if late < self._delay_probability:
+            time.sleep(draw.uniform(0.0, self._delay_s))
+        return True
+
+    def _kill(self) -> None:
+        if self._on_kill is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            self._on_kill()
+        self._silent = True  # a rank that is dead says nothing more, even if its thread is still here
+
+
+class _NeverAnswered(Work):
+    """A collective that this rank thinks it has started. Nobody has heard of it, so nobody answers."""
+
+    def __init__(self, comm: Faulty, what: str) -> None:
+        self._comm = comm
+        self._what = what
+        self._started_s = time.monotonic()
+
+    def done(self) -> bool:
+        return time.monotonic() - self._started_s >= self._comm.timeout_s
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self._started_s + self._comm.timeout_s - time.monotonic()))
+        # Not one of them is to blame: from here it looks as if all had fallen silent at once.
+        raise PeerLost(
+            rank=tuple(rank for rank in range(self._comm.world_size) if rank != self._comm.rank),
+            reason="no answer came: this rank's part was dropped on its way",
+            after_s=time.monotonic() - self._started_s,
+            during=self._what,
+        )
+
+
+class Faulty(Communicator):
+    """Wraps any communicator, and delays, drops or kills on a seed. For tests, and to try out a recovery.
+
+    What happens depends only on ``seed``, the rank and how many collectives (of all its groups together) the rank has
+    begun. Wrap the communicator on every rank; the options may differ from rank to rank.
+
+    Args:
+        comm: what really moves the tensors.
+        seed: which faults; another seed, other faults.
+        delay_s: the longest delay before a collective starts; higher => ranks are further apart.
+        delay_probability: how many of the collectives are delayed.
+        drop_probability: at how many collectives the rank falls silent. It never takes part in anything again; the
+            others find :class:`gradsync.PeerLost` at their timeout, and so does it.
+        kill_probability: at how many collectives the rank dies.
+        kill_at: the number of the collective, from 1, at which the rank surely dies.
+        on_kill: what dying is, for ranks that are threads: it should raise; if it returns, the rank falls silent.
+            ``SIGKILL`` to the own process unless said.
+
+    >>> import torch
+    >>> from gradsync.comm.faulty import Faulty
+    >>> from gradsync.comm.threads import run_ranks
+    >>> def total(comm):
+    ...     t = torch.tensor([float(comm.rank)])
+    ...     Faulty(comm, seed=0, delay_s=0.01).all_reduce(t).wait()
+    ...     return t.item()
+    >>> run_ranks(3, total)
+    [3.0, 3.0, 3.0]
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        *,
+        seed: int,
+        delay_s: float = 0.0,
+        delay_probability: float = 1.0,
+        drop_probability: float = 0.0,
+        kill_probability: float = 0.0,
+        kill_at: int | None = None,
+        on_kill: Callable[[], None] | None = None,
+    ) -> None:
+        if delay_s < 0.0:
+            raise ValueError(f"delay_s must be 0 or more; got {delay_s=}.")
+        for name, value in (
+            ("delay_probability", delay_probability),
+            ("drop_probability", drop_probability),
+            ("kill_probability", kill_probability),
+        ):
+            if not 0.0 <= value <= 1.0:
+                raise ValueError(f"{name} must be from 0 to 1; got {name}={value}.")
+        if kill_at is not None and kill_at < 1:
+            raise ValueError(f"kill_at counts collectives from 1; got {kill_at=}.")
+        fate = _Fate(
+            comm.rank,
+            seed=seed,
+            delay_s=delay_s,
+            delay_probability=delay_probability,
+            drop_probability=drop_probability,
+            kill_probability=kill_probability,
+            kill_at=kill_at,
+            on_kill=on_kill,
+        )
+        self._wrap(comm, fate)
+
+    def _wrap(self, comm: Communicator, fate: _Fate) -> None:
+        super().__init__(comm.rank, comm.world_size, timeout_s=comm.timeout_s, feed=comm.feed)
+        self.transport = comm.transport
+        self.why = f"{comm.why}, with faults"
+        self.inner = comm
+        self._fate = fate
+
+    def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
+        return self._unless_silent("all_reduce", lambda: self.inner.all_reduce(tensor, op=op))
+
+    def all_gather(self, tensor: Tensor, *, out: Tensor) -> Work:
+        return self._unless_silent("all_gather", lambda: self.inner.all_gather(tensor, out=out))
+
+    def reduce_scatter(self, tensor: Tensor, *, out: Tensor, op: ReduceOp = "sum") -> Work:
+        return self._unless_silent("reduce_scatter", lambda: self.inner.reduce_scatter(tensor, out=out, op=op))
+
+    def all_to_all(self, tensor: Tensor, *, out: Tensor) -> Work:
+        return self._unless_silent("all_to_all", lambda: self.inner.all_to_all(tensor, out=out))
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
+        return self._unless_silent("broadcast", lambda: self.inner.broadcast(tensor, src))
+
+    def send(self, tensor: Tensor, dst: int) -> Work:
+        return self._unless_silent("send", lambda: self.inner.send(tensor, dst))
+
+    def recv(self, tensor: Tensor, src: int) -> Work:
+        return self._unless_silent("recv", lambda: self.inner.recv(tensor, src))
+
+    def barrier(self) -> None:
+        if self._takes_part():
+            self.inner.barrier()
+        else:
+            _NeverAnswered(self, "barrier").wait()
+
+    def split(self, ranks: Sequence[int]) -> Communicator | None:
+        group = self.inner.split(ranks)
+        if group is None:
+            return None
+        wrapped = Faulty.__new__(Faulty)
+        wrapped._wrap(group, self._fate)
+        return wrapped
+
+    def note(self, place: str, *, step: int | None = None) -> None:
+        self.inner.note(place, step=step)
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.inner.allocate(numel, dtype, device)
+
+    def close(self) -> None:
+        """Close what is wrapped."""
+        self.inner.close()
+
+    def _unless_silent(self, what: str, start: Callable[[], Work]) -> Work:
+        return start() if self._takes_part() else _NeverAnswered(self, what)
+
+    def _takes_part(self) -> bool:
+        # In a world of one nothing goes over a wire, so nothing can be lost there.
+        return self._fate.strike() or self.world_size == 1

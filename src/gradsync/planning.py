@@ -1,0 +1,82 @@
+"""Keeping the bucket plan right: laid out by the order in which gradients become ready, and the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.nn import Parameter
+
+from gradsync.bucket import AnySlot, BucketPlan, Slot, plan_buckets
+from gradsync.comm.base import Communicator
+
+
+class Planner:
+    """Owns the plan and its slots, and makes a new one when parameters are frozen or the real order is known."""
+
+    def __init__(
+        self,
+        params: Mapping[str, Parameter],
+        comm: Communicator,
+        *,
+        sparse: Sequence[str],
+        bucket_bytes: int,
+        first_bucket_bytes: int,
+    ) -> None:
+        self._params = params
+        self._comm = comm
+        self._sparse = set(sparse)
+        self._bucket_bytes = bucket_bytes
+        self._first_bucket_bytes = first_bucket_bytes
+        self._trainable = self._trainable_now()
+        self.ready_order: list[str] | None = []  # as gradients come, in the first round; None once the plan follows it
+        self.slots: dict[str, AnySlot] = {}
+        # Autograd runs about backwards through the model: until it has shown the real order, this is the best guess.
+        self.install(self._layout([name for name, on in reversed(self._trainable.items()) if on]))
+
+    def install(self, layout: Sequence[Sequence[str]]) -> None:
+        """Make buckets of this layout, and move into them what the old ones hold."""
+        sparse = [name for name, param in self._params.items() if name in self._sparse and param.requires_grad]
+        old = self.slots
+        self.plan = BucketPlan(layout, sparse, self._params, self._comm)
+        self.slots = {slot.name: slot for slot in self.plan.slots()}
+        for name, slot in self.slots.items():
+            if name in old:
+                slot.inherit(old[name])
+            if isinstance(slot, Slot):
+                slot.collect()
+
+    def follow_frozen(self) -> bool:
+        """Plan anew when parameters were frozen or unfrozen. (The header finds ranks that disagree.)"""
+        now = self._trainable_now()
+        if now == self._trainable:
+            return False
+        self._trainable = now
+        known = [name for names in self.plan.layout for name in names if now[name]]
+        fresh = [name for name, on in reversed(now.items()) if on and name not in known]
+        self.install(self._layout([*fresh, *known]))
+        return True
+
+    def follow_ready_order(self, leader: int) -> bool:
+        """After the first round: lay the buckets out in the order in which the leader's gradients became ready."""
+        if self.ready_order is None:
+            return False
+        names = [name for names in self.plan.layout for name in names]
+        number = {name: at for at, name in enumerate(names)}
+        seen = dict.fromkeys(name for name in self.ready_order if name in number)
+        order = [*seen, *(name for name in names if name not in seen)]  # what nobody used comes last
+        wire = torch.tensor([number[name] for name in order], dtype=torch.int64)
+        self._comm.broadcast(wire, leader).wait()
+        self.ready_order = None
+        layout = self._layout([names[at] for at in wire.tolist()])
+        if layout == self.plan.layout:
+            return False
+        self.install(layout)
+        return True
+
+    def _trainable_now(self) -> dict[str, bool]:
+        return {name: param.requires_grad for name, param in self._params.items()}
+
+    def _layout(self, ready_order: Sequence[str]) -> list[list[str]]:
+        params = [(name, self._params[name]) for name in ready_order if name not in self._sparse]
+        return plan_buckets(params, cap_bytes=self._bucket_bytes, first_cap_bytes=self._first_bucket_bytes)

@@ -1,0 +1,64 @@
+"""Around ``optimizer.step()``: a strategy's verdict is carried out; a step that would part the replicas is refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradsync.strategies.base import Verdict
+
+if TYPE_CHECKING:
+    from gradsync.engine import Engine
+
+
+class StepGate:
+    """Two hooks on the user's optimizer, which stays the user's.
+
+    To skip a step the gradients become None: that leaves the parameters and the state of every torch.optim class but
+    LBFGS (which is refused) as they are.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._num_optimized = _num_parameters(engine.optimizer)
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        engine = self._engine
+        if engine.has_unsynchronized_gradients():
+            raise ValueError(
+                f"optimizer.step() would apply gradients of {engine.window.num_backwards} backward(s) under no_sync() "
+                "that were never synchronized, and the replicas would drift apart. Run the last backward before step() "
+                "outside of no_sync(), or drop the gradients with zero_grad()."
+            )
+        if _num_parameters(optimizer) != self._num_optimized:
+            raise ValueError(
+                "parameters were added to the optimizer after synchronize(): nobody averages their gradients. "
+                "Close this synchronizer and call synchronize() again."
+            )
+        if engine.strategy.before_step(engine.step) is Verdict.APPLY:
+            return None
+        engine.drop_gradients()
+        return self._without_closures_gradients(args, kwargs)
+
+    def after_step(self, *_: Any) -> None:
+        self._engine.strategy.after_step(self._engine.step)
+
+    def _without_closures_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The step's arguments with a closure whose backward leaves nothing behind."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        if closure is None:
+            return None
+
+        def run() -> Any:
+            loss = closure()
+            self._engine.drop_gradients()
+            return loss
+
+        if len(args) > 1:
+            return (args[0], run, *args[2:]), kwargs
+        return args, {**kwargs, "closure": run}
+
+
+def _num_parameters(optimizer: torch.optim.Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)

@@ -1,0 +1,161 @@
+"""Dead, frozen and late peers: every survivor raises PeerLost with the right name, in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradsync
+from tests.ranks import run_processes
+
+TIMEOUT_S = 4.0
+LATEST_S = TIMEOUT_S + 2.0
+
+
+def survivors(outcomes: list[Any], lost: int) -> None:
+    for rank, outcome in enumerate(outcomes):
+        if rank == lost:
+            continue
+        assert isinstance(outcome, tuple), f"rank {rank}: {outcome!r}"
+        ranks, _, waited_s, text = outcome
+        assert ranks == (lost,), text
+        assert waited_s <= LATEST_S, f"rank {rank} took {waited_s:.1f} s to say: {text}"
+
+
+def train(rank_to_strike: int, how: str, strike_step: int) -> tuple[tuple[int, ...], int | None, float, str] | None:
+    """Train until a peer is lost; returns how that was seen, and how long after the strike."""
+    comm = gradsync.connect(timeout_s=TIMEOUT_S)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(200, 200) for _ in range(6)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    gradsync.synchronize(model, optimizer, bucket_bytes=200_000, first_bucket_bytes=100_000)
+    x = torch.randn(8, 200)
+    last_s = time.monotonic()
+    try:
+        for step in range(strike_step + 5):
+            last_s = time.monotonic()
+            if comm.rank == rank_to_strike and step == strike_step:
+                # In mid-step: some buckets are on their way, the others will never be.
+                model[2].weight.register_hook(lambda grad: strike(how))
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    except gradsync.PeerLost as lost:
+        return lost.ranks, lost.step, time.monotonic() - last_s, str(lost)
+    return None
+
+
+def strike(how: str) -> None:
+    if how == "exception":
+        raise RuntimeError("a planted failure")
+    os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+
+
+@pytest.mark.parametrize(("world", "victim"), [(2, 1), (3, 0), (4, 2), (4, 3)])
+def test_a_killed_worker_is_named_by_every_survivor(world: int, victim: int) -> None:
+    outcomes = run_processes(world, train, victim, "kill", 3, timeout_s=40, expect_failure=True)
+    assert outcomes[victim] == -signal.SIGKILL
+    survivors(outcomes, victim)
+    for rank, outcome in enumerate(outcomes):
+        if rank != victim:
+            assert isinstance(outcome, tuple)
+            assert outcome[1] == 3, "it says the step"
+
+
+def test_a_worker_that_raises_is_named_with_what_it_raised() -> None:
+    outcomes = run_processes(3, train, 1, "exception", 2, timeout_s=40, expect_failure=True)
+    survivors(outcomes, 1)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_frozen_worker_is_named(victim: int) -> None:
+    outcomes = run_processes(3, train, victim, "freeze", 2, timeout_s=20, expect_failure=True)
+    survivors(outcomes, victim)
+
+
+def be_late(late: int) -> tuple[tuple[int, ...], int | None, float, str] | None:
+    comm = gradsync.connect(timeout_s=TIMEOUT_S)
+    start_s = time.monotonic()
+    try:
+        if comm.rank == late:
+            time.sleep(TIMEOUT_S + 3)
+        comm.all_reduce(torch.ones(10)).wait()
+    except gradsync.PeerLost as lost:
+        return lost.ranks, lost.step, time.monotonic() - start_s, str(lost)
+    return None
+
+
+def test_a_late_worker_is_named_and_learns_of_it() -> None:
+    outcomes = run_processes(3, be_late, 1, timeout_s=40, expect_failure=True)
+    survivors(outcomes, 1)
+    assert isinstance(outcomes[1], tuple)
+    assert "gave this rank up" in outcomes[1][3]
+
+
+def uneven_without_join() -> str:
+    comm = gradsync.connect(timeout_s=TIMEOUT_S)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    gradsync.synchronize(model, optimizer)
+    try:
+        for _ in range(5 if comm.rank == 0 else 3):
+            optimizer.zero_grad()
+            model(torch.randn(2, 3)).square().mean().backward()
+            optimizer.step()
+    except gradsync.PeerLost as lost:
+        return str(lost)
+    return "finished"
+
+
+def test_different_numbers_of_batches_without_join() -> None:
+    outcomes = run_processes(2, uneven_without_join, timeout_s=40)
+    assert "different numbers of batches" in outcomes[0]
+    assert "sync.join()" in outcomes[0]
+    assert outcomes[1] == "finished"
+
+
+def different_models() -> str:
+    comm = gradsync.connect(timeout_s=TIMEOUT_S)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1 if comm.rank < 2 else 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    try:
+        gradsync.synchronize(model, optimizer)
+    except gradsync.OutOfStep as error:
+        return str(error)
+    return "no error"
+
+
+def test_different_models() -> None:
+    outcomes = run_processes(3, different_models, timeout_s=40)
+    assert outcomes == [outcomes[0]] * 3
+    assert "parameter 1.weight" in outcomes[0]
+    assert "rank 2" in outcomes[0]
+    assert "(2, 4)" in outcomes[0]
+
+
+def a_backward_that_one_rank_skips() -> str:
+    comm = gradsync.connect(timeout_s=TIMEOUT_S)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    gradsync.synchronize(model, optimizer)
+    try:
+        for step in range(4):
+            optimizer.zero_grad()
+            if not (comm.rank == 1 and step == 2):
+                model(torch.randn(2, 3)).square().mean().backward()
+            optimizer.step()
+        comm.barrier()
+    except gradsync.GradSyncError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_skipped_backward_is_an_error_and_no_hang() -> None:
+    outcomes = run_processes(2, a_backward_that_one_rank_skips, timeout_s=40)
+    assert all("lost" in text for text in outcomes), outcomes

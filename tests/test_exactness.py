@@ -1,0 +1,104 @@
+"""N workers equal one process on the joined batch: every named case and random ones, on threads and real transports."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gradsync
+from gradsync.comm import run_ranks
+from tests.exactness.cases import CASES
+from tests.exactness.context import Context, Outcome, run_case
+from tests.exactness.randomised import random_case
+from tests.ranks import run_processes
+
+WORLDS = (2, 3, 4)
+OPTIMIZER_NAMES = ("sgd", "adamw")
+DTYPES = (torch.float64, torch.float32)
+TRANSPORTS = ("c10d",)
+RANDOM_SEEDS = range(1000, 1030)  # the random models that the real transports run; threads draw new ones each time
+TOLERANCE = 1e-9
+GRANTED = 2.0  # in float32: at most twice as far from the float64 run as one float32 process is
+
+Key = tuple[str | int, str, torch.dtype]
+
+
+def run_named(comm: Any, case: str | int, optimizer: str, dtype: torch.dtype, num_ranks: int) -> Outcome:
+    fn = CASES[case] if isinstance(case, str) else random_case(case)
+    return run_case(fn, Context(comm, optimizer, dtype, num_ranks))
+
+
+@functools.cache
+def reference(case: str | int, optimizer: str, dtype: torch.dtype, num_ranks: int) -> Outcome:
+    return run_named(None, case, optimizer, dtype, num_ranks)
+
+
+def distance(params: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
+    """Norm of the difference over norm, of all parameters together."""
+    off = torch.cat([(params[name].to(exact[name].dtype) - exact[name]).reshape(-1).abs() for name in exact])
+    return float(off.norm() / torch.cat([value.reshape(-1).abs() for value in exact.values()]).norm())
+
+
+def check(case: str | int, optimizer: str, world: int, doubles: list[Outcome], floats: list[Outcome]) -> None:
+    exact = reference(case, optimizer, torch.float64, world)
+    for outcomes in (doubles, floats):
+        for rank, outcome in enumerate(outcomes):
+            assert outcome.digests == outcomes[0].digests, f"rank {rank}'s bits differ from rank 0's after some step"
+            for name, param in outcome.params.items():
+                assert torch.equal(param, outcomes[0].params[name]), f"rank {rank} ended with another {name}"
+    for name, param in doubles[0].params.items():
+        off = float((param - exact.params[name]).norm() / exact.params[name].norm().clamp_min(1e-30))
+        assert off <= TOLERANCE, f"{name} is {off:.1e} away from one process on the joined batch"
+    single = reference(case, optimizer, torch.float32, world)
+    off, granted = distance(floats[0].params, exact.params), GRANTED * distance(single.params, exact.params)
+    assert off <= granted, f"in float32 {off:.2e} away from the float64 run; {granted:.2e} is granted"
+
+
+def check_on_threads(case: str | int, optimizer: str, world: int) -> None:
+    runs = [
+        run_ranks(world, lambda comm, dtype=dtype: run_named(comm, case, optimizer, dtype, world)) for dtype in DTYPES
+    ]
+    check(case, optimizer, world, *runs)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_threads(case: str) -> None:
+    check_on_threads(case, "sgd", 3)
+
+
+@settings(max_examples=40, deadline=None, derandomize=False)
+@given(seed=st.integers(0, 1 << 20), optimizer=st.sampled_from(OPTIMIZER_NAMES), world=st.sampled_from(WORLDS))
+def test_random_models_on_threads(seed: int, optimizer: str, world: int) -> None:
+    check_on_threads(seed, optimizer, world)
+
+
+def run_everything(transport: str) -> dict[Key, Outcome]:
+    """All cases in one set of processes: starting them is what takes time."""
+    comm = gradsync.connect(transport, timeout_s=60)
+    return {
+        (case, optimizer, dtype): run_named(comm, case, optimizer, dtype, comm.world_size)
+        for case in (*CASES, *RANDOM_SEEDS)
+        for optimizer in OPTIMIZER_NAMES
+        for dtype in DTYPES
+    }
+
+
+@functools.cache
+def everything_on(transport: str, world: int) -> list[dict[Key, Outcome]]:
+    return run_processes(world, run_everything, transport, timeout_s=400)
+
+
+@pytest.mark.timeout(500)  # the first of a world runs all cases of it
+@pytest.mark.parametrize("optimizer", OPTIMIZER_NAMES)
+@pytest.mark.parametrize("case", [*CASES, *RANDOM_SEEDS])
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_processes(transport: str, world: int, case: str | int, optimizer: str) -> None:
+    outcomes = everything_on(transport, world)
+    runs = [[rank[case, optimizer, dtype] for rank in outcomes] for dtype in DTYPES]
+    check(case, optimizer, world, *runs)

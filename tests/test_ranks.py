@@ -1,0 +1,81 @@
+"""The test ranks themselves: results come back in order, failures come back whole, nobody is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from gradsync.errors import PeerLost
+from tests.ranks import RankFailed, run_processes
+
+
+def _add(number: float, tensor: torch.Tensor) -> tuple[int, str, float]:
+    return int(os.environ["RANK"]), os.environ["WORLD_SIZE"], number + tensor.sum().item()
+
+
+def test_results_come_in_rank_order_with_the_environment_of_torchrun() -> None:
+    assert run_processes(3, _add, 1.0, torch.ones(100_000)) == [(rank, "3", 100_001.0) for rank in range(3)]
+
+
+def _fail_on_one() -> None:
+    if os.environ["RANK"] == "1":
+        raise PeerLost(rank=(0, 2), step=7, after_s=1.5, reason="it is only a test")
+    time.sleep(0.2)
+
+
+def test_a_failure_shows_its_rank_and_traceback() -> None:
+    with pytest.raises(AssertionError, match=r"(?s)rank 1 failed with exit code 1.*_fail_on_one.*only a test"):
+        run_processes(2, _fail_on_one)
+
+
+def test_an_expected_failure_comes_back_as_the_exception_it_was() -> None:
+    first, error = run_processes(2, _fail_on_one, expect_failure=True)
+    assert first is None
+    assert isinstance(error, PeerLost)
+    assert (error.ranks, error.step, error.after_s) == ((0, 2), 7, 1.5)
+    assert "_fail_on_one" in "".join(error.__notes__)
+
+
+class _Unpicklable(Exception):
+    def __reduce__(self) -> str:
+        raise TypeError("stays at home")
+
+
+def _end_in_other_ways() -> object:
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        print("written before the wait", flush=True)
+        time.sleep(60.0)
+    if rank == 2:
+        raise _Unpicklable(lambda: None)
+    if rank == 3:
+        os._exit(5)
+    return lambda: None
+
+
+def test_other_ends_are_told_apart() -> None:
+    killed, late, unpicklable, left, result = run_processes(5, _end_in_other_ways, timeout_s=2.0, expect_failure=True)
+    assert killed == -signal.SIGKILL
+    assert isinstance(late, TimeoutError)
+    assert "written before the wait" in str(late)
+    assert "_end_in_other_ways" in str(late), "a late rank's stack is shown"
+    assert isinstance(unpicklable, RankFailed)
+    assert "_Unpicklable" in str(unpicklable)
+    assert left == 5
+    assert isinstance(result, Exception), "a result that can't be pickled is a failure"
+
+
+def _process_id() -> int:
+    return os.getpid()
+
+
+def test_nobody_is_left_behind() -> None:
+    for pid in run_processes(2, _process_id):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
