@@ -19,6 +19,9 @@ from gradsync.errors import CollectiveFailed, PeerLost
 WAIT_SLICE = timedelta(seconds=0.05)  # how often a blocked rank looks whether a peer is lost
 NEWS_PATIENCE_S = 1.0  # Gloo's own error can be quicker than the lifeline's news of who caused it
 
+# Headers and objects are CPU tensors on every machine: a group needs Gloo beside NCCL.
+BACKENDS = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -142,12 +145,7 @@ class C10d(Communicator):
         members = [self._members[rank] for rank in chosen]
         if self.rank not in chosen:
             return None
-        group = dist.new_group(
-            members,
-            timeout=timedelta(seconds=self.timeout_s),
-            use_local_synchronization=len(members) < dist.get_world_size(),
-        )
-        assert isinstance(group, dist.ProcessGroup), "this rank is among the members"
+        group = _new_group(members, self.timeout_s, members_only=len(members) < dist.get_world_size())
         return C10d(group, members, self.lifeline, timeout_s=self.timeout_s, why=self.why, feed=self.feed)
 
     def note(self, place: str, *, step: int | None = None) -> None:
@@ -249,7 +247,7 @@ def connect_c10d(place: Place, *, timeout_s: float, why: str) -> C10d:
     if ours:
         choose_gloo_interface(place.master_addr)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            BACKENDS,
             # torchrun's agent already serves a store at that port, and env:// knows how to share it
             init_method="env://" if place.source == "torchrun" else f"tcp://{place.master_addr}:{place.master_port}",
             rank=place.rank,
@@ -260,6 +258,14 @@ def connect_c10d(place: Place, *, timeout_s: float, why: str) -> C10d:
     store = torch._C._distributed_c10d.PrefixStore("gradsync", dist.distributed_c10d._get_default_store())
     addresses = [place.master_addr] if place.master_addr else []
     lifeline = Lifeline(dist.get_rank(), len(world), store, addresses=addresses, timeout_s=timeout_s)
-    group = dist.group.WORLD if ours else dist.new_group(list(world), timeout=timedelta(seconds=timeout_s))
-    assert isinstance(group, dist.ProcessGroup)
+    group = dist.group.WORLD if ours else _new_group(list(world), timeout_s)
+    assert isinstance(group, dist.ProcessGroup), "torch.distributed is initialised"
     return C10d(group, world, lifeline, timeout_s=timeout_s, why=why)
+
+
+def _new_group(members: list[int], timeout_s: float, *, members_only: bool = False) -> dist.ProcessGroup:
+    """A group of these ranks; ``members_only``: the other ranks of the world do not make this call."""
+    timeout = timedelta(seconds=timeout_s)
+    group = dist.new_group(members, timeout=timeout, backend=BACKENDS, use_local_synchronization=members_only)
+    assert isinstance(group, dist.ProcessGroup), "this rank is among the members"
+    return group

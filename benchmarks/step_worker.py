@@ -1,0 +1,159 @@
+"""One worker of bench_step: times training steps of every variant in turn, in one process and on one connection.
+
+Started by bench_step.py, once for each rank; rank 0 writes what was measured to `--out`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradsync
+
+VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS, BATCH, TOKENS = 4096, 128, 512, 4, 8, 4, 64
+
+
+class Transformer(nn.Module):
+    """A pre-norm language model of 16.9 M parameters: 68 MB of gradients against 256 tokens of compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(CONTEXT, WIDTH)
+        # Dropout would make the variants compute different things; it is no part of what is measured.
+        block = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(block, LAYERS, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Give the logits of the next token at each place."""
+        length = tokens.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length)
+        hidden = self.tokens(tokens) + self.positions.weight[:length]
+        logits: Tensor = self.head(self.blocks(hidden, mask=mask, is_causal=True))
+        return logits
+
+
+Attach = Callable[[nn.Module, torch.optim.Optimizer, gradsync.Communicator], nn.Module]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A column of the table: a way to keep the replicas in step."""
+
+    title: str
+    attach: Attach  # returns the module that the loop calls
+
+
+def _compute_only(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync.Communicator) -> nn.Module:
+    return model
+
+
+def _ddp(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync.Communicator) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def _ddp_view(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync.Communicator) -> nn.Module:
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def _gradsync(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync.Communicator) -> nn.Module:
+    gradsync.synchronize(model, optimizer, comm=comm)
+    return model
+
+
+# A new transport, strategy or codec to compare is one entry here.
+VARIANTS: dict[str, Variant] = {
+    "compute": Variant(title="compute only", attach=_compute_only),
+    "ddp": Variant(title="DDP", attach=_ddp),
+    "ddp_view": Variant(title="DDP, bucket views", attach=_ddp_view),
+    "gradsync": Variant(title="gradsync", attach=_gradsync),
+}
+
+
+def order_of_round(names: Sequence[str], number: int) -> list[str]:
+    """Rotate, and turn every other round about: each variant comes as often before another as after it."""
+    turn = number // 2 % len(names)
+    rotated = [*names[turn:], *names[:turn]]
+    return rotated if number % 2 == 0 else rotated[::-1]
+
+
+def make_step(variant: Variant, comm: gradsync.Communicator, *, seed: int) -> Callable[[], None]:
+    """Build a variant's own model from the seed, and give one whole training step of it."""
+    torch.manual_seed(seed)
+    model = Transformer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    module = variant.attach(model, optimizer, comm)
+    data = torch.Generator().manual_seed(seed + 1 + comm.rank)
+    tokens = torch.randint(VOCABULARY, (BATCH, TOKENS + 1), generator=data)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        logits = module(tokens[:, :-1])
+        nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+
+    return step
+
+
+def time_block(step: Callable[[], None], comm: gradsync.Communicator, *, steps: int) -> list[float]:
+    """Time `steps` steps, after one untimed that wakes caches and connections: each as long as on its slowest rank."""
+    gc.collect()
+    comm.barrier()
+    step()
+    comm.barrier()
+    taken_s = torch.zeros(steps, dtype=torch.float64)
+    for index in range(steps):
+        start = time.perf_counter()
+        step()
+        taken_s[index] = time.perf_counter() - start
+    comm.all_reduce(taken_s, op="max").wait()
+    return [float(seconds) for seconds in taken_s]
+
+
+def bytes_sent() -> int:
+    """Read this host's counter of the interface that Gloo was told to use."""
+    return int(Path(f"/sys/class/net/{os.environ['GLOO_SOCKET_IFNAME']}/statistics/tx_bytes").read_text())
+
+
+def main() -> None:
+    """Measure, and on rank 0 write the times and bytes of each variant, round by round."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--variants", required=True)
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    names = options.variants.split(",")
+
+    torch.set_num_threads(1)
+    comm = gradsync.connect()
+    steps = {name: make_step(VARIANTS[name], comm, seed=0) for name in names}
+    for step in steps.values():
+        for _ in range(3):  # both DDP and gradsync lay their buckets out anew after the first
+            step()
+
+    step_s: dict[str, list[list[float]]] = {name: [] for name in names}
+    sent_bytes: dict[str, list[int]] = {name: [] for name in names}
+    for number in range(options.rounds):
+        for name in order_of_round(names, number):
+            before = bytes_sent()
+            step_s[name].append(time_block(steps[name], comm, steps=options.steps))
+            sent_bytes[name].append(bytes_sent() - before)
+    if comm.rank == 0:
+        per_step = {name: [sent / (options.steps + 1) for sent in sent_bytes[name]] for name in names}
+        options.out.write_text(json.dumps({"step_s": step_s, "sent_bytes_per_step": per_step}))
+
+
+if __name__ == "__main__":
+    main()

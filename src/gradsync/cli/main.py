@@ -1,0 +1,26 @@
+"""The ``gradsync`` command."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import click
+
+from gradsync.cli.info import info
+from gradsync.cli.run import run
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(importlib.metadata.version("gradsync"), prog_name="gradsync")
+def main() -> None:
+    """Keep the replicas of a PyTorch model in step while many workers train it.
+
+    In the script: `sync = gradsync.synchronize(model, optimizer)`.  Then: `gradsync run -n 4 train.py`.
+    """
+
+
+main.add_command(run)
+main.add_command(info)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""``gradsync run``: start the workers of a training script, on torchrun's own launch API.
+
+Every option of torchrun's is an option here, read from its own parser, so that what works there works here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import click
+import torch.distributed.run as torchrun
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.launcher.api import LaunchConfig
+
+from gradsync import spec
+from gradsync.cli.agent import Agent
+
+LOOPBACK = "127.0.0.1"
+
+
+class RunCommand(click.Command):
+    """A command that has torchrun's options beside its own, in a section of their own in the help."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._own = list(self.params)
+        self.params[:0] = _torchrun_options()
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        def section(title: str, params: list[click.Parameter]) -> None:
+            records = [record for param in params if (record := param.get_help_record(ctx)) is not None]
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+        first = [param for param in self.params if param.name in ("nproc_per_node", "module")]
+        shown = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+        own = [*first, *(param for param in shown if param in self._own or param.name == "help")]
+        section("Options", own)
+        section("torchrun's options", [param for param in shown if param not in own])
+
+
+def _torchrun_options() -> list[click.Option]:
+    """Make torchrun's options click's. None is given a default here: torchrun has them, from PET_* variables too."""
+    options = []
+    for action in torchrun.get_args_parser()._actions:
+        names = [name for name in action.option_strings if "_" not in name]  # click is told to take _ for - below
+        if action.dest == "nproc_per_node":
+            names.insert(0, "-n")
+        if not names or action.dest == "help":
+            continue
+        if action.nargs == 0:
+            options.append(click.Option([*names, action.dest], is_flag=True, default=None, help=action.help))
+            continue
+        kind: type | click.Choice[str] = action.type if action.type in (int, float) else str
+        if action.choices:
+            kind = click.Choice([str(choice) for choice in action.choices])
+        options.append(click.Option([*names, action.dest], type=kind, default=None, help=action.help))
+    return options
+
+
+def _check_sync(ctx: click.Context, param: click.Parameter, text: str | None) -> str | None:
+    """Refuse a bad spec here, before any worker starts."""
+    if text is not None:
+        try:
+            spec.parse(text, kind="strategy")
+        except spec.SpecError as error:
+            raise click.BadParameter(str(error)) from error
+    return text
+
+
+@click.command(
+    cls=RunCommand,
+    context_settings={
+        "allow_interspersed_args": False,  # what stands after the script is the script's
+        "token_normalize_func": lambda token: token.replace("_", "-"),
+    },
+    epilog="Two nodes: gradsync run --nnodes 2 --node-rank 0 --master-addr HOST --master-port 29500 -n 4 train.py",
+)
+@click.option("--sync", metavar="SPEC", callback=_check_sync, help="Override the script's strategy: 'allreduce(...)'.")
+@click.option(
+    "--timeout-s",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Override the script's timeout: after so long a silent peer is given up.",
+)
+@click.option("--prefix", is_flag=True, help="Begin every line that a worker prints with its [rank].")
+@click.option("--verbose", is_flag=True, help="Show torchelastic's own log and its summary of a failure.")
+@click.argument("script")
+@click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def run(
+    ctx: click.Context,
+    /,
+    script: str,
+    arguments: tuple[str, ...],
+    sync: str | None,
+    timeout_s: float | None,
+    prefix: bool,
+    verbose: bool,
+    **given: Any,
+) -> None:
+    """Start SCRIPT with its ARGS in several workers that train in step.
+
+    `gradsync run -n 4 train.py --lr 0.1` runs it four times on this machine. If a worker fails, its rank and its
+    traceback are shown first, the others are ended, and the exit code is not 0. Ctrl-C ends all.
+    """
+    options = torchrun.parse_args([*_as_arguments(given, ctx.command), script])
+    options.training_script_args = list(arguments)
+    _check_script(options)
+    if options.no_python and (sync or timeout_s):
+        raise click.UsageError("--sync and --timeout-s reach Python scripts only; got --no-python too.")
+    try:
+        workers = torchrun.determine_local_world_size(options.nproc_per_node)
+    except ValueError as error:
+        raise click.BadParameter(f"{error}; expected a number, auto, cpu, gpu or xpu.", param_hint="-n") from error
+    if workers < 1:
+        raise click.BadParameter(f"expected at least 1 worker; got {workers}.", param_hint="-n")
+    # torchrun would say 1: cores would idle whenever there are fewer workers than cores.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // workers)))
+    for name, value in {"GRADSYNC_SYNC": sync, "GRADSYNC_TIMEOUT_S": timeout_s}.items():
+        if value is not None:
+            os.environ[name] = str(value)
+    if prefix:
+        options.tee = "3"
+        os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}] ")
+    with tempfile.TemporaryDirectory(prefix="gradsync_", ignore_cleanup_errors=True) as folder:
+        ctx.exit(_launch(options, Path(folder), verbose=verbose))
+
+
+def _as_arguments(given: dict[str, Any], command: click.Command) -> list[str]:
+    """What the user gave of torchrun's options, as torchrun's own parser reads it."""
+    names = {param.name: max(param.opts, key=len) for param in command.params}
+    flags = [names[name] for name, value in given.items() if value is True]
+    values = {name: value for name, value in given.items() if value is not None and not isinstance(value, bool)}
+    return flags + [f"{names[name]}={value}" for name, value in values.items()]
+
+
+def _check_script(options: Any) -> None:
+    if not options.module and not options.no_python and not Path(options.training_script).exists():
+        raise click.UsageError(
+            f"expected a script to run; there is no file {options.training_script!r}. "
+            "For a module: gradsync run -m package.module"
+        )
+
+
+def _launch(options: Any, folder: Path, *, verbose: bool) -> int:
+    """Run the workers until they end; returns the exit code."""
+    os.environ["GRADSYNC_ERROR_DIR"] = str(folder)
+    os.environ["GRADSYNC_LAUNCHER_PID"] = str(os.getpid())
+    if options.redirects != "0":
+        os.environ["GRADSYNC_KEEP_STDERR"] = "1"  # a log file without the traceback would be a poor one
+    elif options.log_dir is None:
+        options.log_dir = str(folder / "logs")
+    _meet(options)
+    options.run_path = False  # that is how a worker runs its script anyway
+    with _quiet_torchelastic(verbose=verbose):
+        config, command, command_arguments = torchrun.config_from_args(options)
+        assert isinstance(command, str), "run_path is off"
+        if not options.no_python:
+            which = "-m" if options.module else "--"
+            command_arguments = ["-u", "-m", "gradsync.cli.worker", which, options.training_script]
+            command_arguments += options.training_script_args
+        if options.redirects != "0":
+            click.secho(f"the workers' output goes to {_log_dir(config)}", err=True, dim=True)
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(_handle_signals(config.signals_to_handle))
+        try:
+            agent = Agent(config, command, command_arguments, folder)
+        except (RendezvousError, ValueError) as error:
+            raise click.ClickException(f"the nodes can't meet at {config.rdzv_endpoint!r}: {error}") from error
+        return _run(agent, config.rdzv_endpoint, verbose=verbose)
+
+
+def _log_dir(config: LaunchConfig) -> str:
+    assert config.logs_specs is not None, "LaunchConfig fills it in"
+    return config.logs_specs.root_log_dir
+
+
+def _run(agent: Agent, endpoint: str, *, verbose: bool) -> int:
+    try:
+        result = agent.run()
+    except SignalException as ended:
+        # Those that have not ended in time, or at a second Ctrl-C. The meeting place stays: other nodes may go on.
+        agent.kill()
+        click.secho(f"ended by {ended.sigval.name}", err=True)
+        return 128 + ended.sigval
+    except RendezvousError as error:
+        raise click.ClickException(f"the nodes can't meet at {endpoint!r}: {error}") from error
+    agent.close()
+    if result is None or not result.is_failed():
+        return 0
+    if verbose:
+        click.echo(str(ChildFailedError("gradsync run", result.failures)), err=True)
+    died_of = agent.cause.signal if agent.cause is not None else None
+    return 1 if died_of is None else 128 + died_of
+
+
+def _meet(options: Any) -> None:
+    """As torchrun does: one node meets itself at a free port, so that two runs on one machine don't collide."""
+    said_where = options.rdzv_backend != "static" or options.rdzv_endpoint or options.master_port is not None
+    _, max_nodes = torchrun.parse_min_max_nnodes(options.nnodes)
+    if options.standalone or (max_nodes == 1 and not said_where):
+        options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
+        options.local_addr = options.local_addr or LOOPBACK  # the host's own name need not resolve
+    if options.master_port is None:
+        options.master_port = 29500
+
+
+def _handle_signals(names: str) -> list[str]:
+    """Have the signals that end a launcher raise, from the first moment on; what nohup ignores stays ignored."""
+
+    def raise_it(number: int, frame: FrameType | None) -> None:
+        raise SignalException(f"the launcher got signal {number}", sigval=signal.Signals(number))
+
+    handled = [name for name in names.split(",") if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
+    for name in handled:
+        signal.signal(signal.Signals[name], raise_it)
+    return handled
+
+
+@contextlib.contextmanager
+def _quiet_torchelastic(*, verbose: bool) -> Iterator[None]:
+    """Keep torchelastic's log to itself: what a person needs to know is said by us. ``verbose``: show all of it."""
+    loggers = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict) if name.startswith("torch.")]
+    if verbose:
+        logging.basicConfig(stream=sys.stderr)
+        for logger in loggers:
+            if logger.name.startswith("torch.distributed"):
+                logger.setLevel(logging.INFO)
+    before = logging.root.manager.disable
+    logging.disable(logging.NOTSET if verbose else logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,287 @@
+"""``ShardedLoader``: hands out one rank's batches, knows its position to the sample, and tells the synchronizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.utils.data import DataLoader
+
+from gradsync.comm.base import Communicator
+from gradsync.data.order import Cut, Order, check_same
+from gradsync.data.stream import PartOfStream
+
+STATE_VERSION = 1
+
+
+class Handout(NamedTuple):
+    """One step of this rank."""
+
+    batch: Any
+    num_own: int  # samples in the batch; 0: this rank has no part in the step, and there is no batch
+    num_in_step: int  # samples of all ranks
+
+
+class Source(Protocol):
+    """Where a rank's steps come from."""
+
+    def steps(self, epoch: int, position: int, *, resumed: bool) -> Iterator[Handout]:
+        """The steps of this rank from a position of an epoch on."""
+        ...
+
+    def num_steps(self) -> int:
+        """The steps of a whole epoch."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class ShardedLoader:
+    """This rank's part of the data, epoch after epoch; made by :func:`gradsync.shard`.
+
+    ``len(loader)`` is the number of steps of a whole epoch, the same on every rank and also after a resume, so that a
+    learning-rate schedule can be made from it. (If the last step has fewer samples than there are ranks, some ranks end
+    one batch earlier and keep the others company until they are done.)
+
+    Each ``for`` loop is an epoch, with an order of its own. A loop left early has ended its epoch: the next begins
+    another. Only one iterator runs at a time: an older one raises when a newer has been started.
+
+    >>> import gradsync
+    >>> loader = gradsync.shard(range(10), batch_size=4, shuffle=False)
+    >>> [batch.tolist() for batch in loader]
+    [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    >>> len(loader), loader.epoch
+    (3, 1)
+    """
+
+    def __init__(self, source: Source, comm: Communicator) -> None:
+        self._source = source
+        self._comm = comm
+        self._epoch = 0
+        self._position = 0
+        self._begun = False  # a batch of this epoch has been handed out since it was started or resumed
+        self._running = object()  # stands for the iterator that runs: the loader must not keep a left one alive
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is under way, or that the next loop will begin or go on with."""
+        return self._epoch
+
+    @property
+    def position(self) -> int:
+        """The samples of this epoch that all ranks together have been given."""
+        return self._position
+
+    def set_epoch(self, epoch: int) -> None:
+        """Have the next loop run epoch ``epoch``; only needed to go elsewhere than on to the next.
+
+        Safe in scripts written for DistributedSampler: right after a resume, ``set_epoch`` of the resumed epoch keeps
+        the position.
+
+        >>> import gradsync
+        >>> loader = gradsync.shard(range(10), batch_size=5)
+        >>> loader.set_epoch(7)
+        >>> loader.epoch
+        7
+        """
+        if epoch < 0:
+            raise ValueError(f"epoch must be 0 or more; got {epoch=}.")
+        if epoch != self._epoch or self._begun:
+            self._go_to(epoch, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position to the sample, counting what has been handed out and not what workers have prefetched.
+
+        It does not depend on the number of workers: save it on rank 0 and load it on every rank, also on more or fewer.
+
+        >>> import gradsync
+        >>> loader = gradsync.shard(range(10), batch_size=4)
+        >>> batch = next(iter(loader))
+        >>> loader.state_dict()
+        {'version': 1, 'epoch': 0, 'position': 4, 'seed': 0, 'shuffle': True, 'num_samples': 10}
+        """
+        return {
+            "version": STATE_VERSION,
+            "epoch": self._epoch,
+            "position": self._position,
+            **self._source.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the next loop go on at the sample where ``state`` was saved.
+
+        >>> import gradsync
+        >>> loader = gradsync.shard(range(10), batch_size=4, shuffle=False)
+        >>> first = next(iter(loader))
+        >>> resumed = gradsync.shard(range(10), batch_size=3, shuffle=False)
+        >>> resumed.load_state_dict(loader.state_dict())
+        >>> [batch.tolist() for batch in resumed]
+        [[4, 5, 6], [7, 8, 9]]
+        """
+        if state.get("version") != STATE_VERSION:
+            raise ValueError(
+                f"the loader's state must have version {STATE_VERSION}; got {state.get('version')!r}. "
+                "Pass what ShardedLoader.state_dict() returned, or load it with the gradsync that saved it."
+            )
+        epoch, position, num_samples = state["epoch"], state["position"], state["num_samples"]
+        if epoch < 0 or position < 0 or (num_samples is not None and position > num_samples):
+            raise ValueError(f"position must be from 0 to num_samples; got {epoch=} {position=} {num_samples=}.")
+        self._source.load_state_dict(state)
+        self._go_to(epoch, position)
+
+    def __len__(self) -> int:
+        return self._source.num_steps()
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._begun:
+            self._go_to(self._epoch + 1, 0)
+        self._running = object()
+        return _EpochIterator(self, self._comm, self._running)
+
+    def _go_to(self, epoch: int, position: int) -> None:
+        self._epoch, self._position = epoch, position
+        self._begun = False
+        self._running = object()
+
+    # -- what the iterator tells ----------------------------------------------------------------------------------
+
+    def _steps(self) -> Iterator[Handout]:
+        return self._source.steps(self._epoch, self._position, resumed=self._position > 0)
+
+    def _is_running(self, token: object) -> bool:
+        return self._running is token
+
+    def _handed_out(self, num_in_step: int) -> None:
+        self._begun = True
+        self._position += num_in_step
+
+    def _ended(self) -> None:
+        self._go_to(self._epoch + 1, 0)
+
+
+class _EpochIterator:
+    """One epoch's loop: hands out batches, each with its weight, and joins the others at the end."""
+
+    def __init__(self, loader: ShardedLoader, comm: Communicator, token: object) -> None:
+        self._loader = loader
+        self._comm = comm
+        self._token = token
+        self._uneven = False
+        self._weighed = False  # it has set a weight, and so has one to take back
+        self._over = False
+        self._steps = loader._steps()
+
+    def __iter__(self) -> _EpochIterator:
+        return self
+
+    def __next__(self) -> Any:
+        if self._over:
+            raise StopIteration
+        if not self._loader._is_running(self._token):
+            raise RuntimeError(
+                "this iterator is out of date: the loader was started again, resumed or sent to another epoch since. "
+                "A sharded loader has one position, so one loop at a time; make a second loader for a second loop."
+            )
+        step = next(self._steps, None)
+        if step is not None:
+            self._uneven = step.num_in_step < self._comm.world_size
+            if step.num_own > 0:
+                self._loader._handed_out(step.num_in_step)
+                if torch.is_grad_enabled():  # a batch of an evaluation weighs nothing
+                    self._weighed = True
+                    self._comm.feed.weight = float(step.num_own)
+                return step.batch
+        self._end()
+        raise StopIteration
+
+    def _end(self) -> None:
+        self.close()
+        self._loader._ended()
+        # Every rank knows from arithmetic that the numbers of batches differ. In evaluation there is nobody to join.
+        if self._uneven and torch.is_grad_enabled():
+            self._comm.feed.end()
+
+    def close(self) -> None:
+        """Leave the loop early: the batch in hand no longer says how much a gradient weighs."""
+        if self._weighed and not self._over and self._loader._is_running(self._token):
+            self._comm.feed.weight = 1.0
+        self._over = True
+
+    def __del__(self) -> None:
+        if hasattr(self, "_steps"):  # else it never came to be
+            self.close()
+
+
+class MapSource:
+    """Steps of data that has an index: the order is cut, and a DataLoader fetches this rank's part."""
+
+    def __init__(self, dataset: Any, order: Order, cut: Cut, options: dict[str, Any]) -> None:
+        self._order = order
+        self._cut = cut
+        self._batches = _OwnBatches(cut)
+        self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._batches, **options)
+
+    def steps(self, epoch: int, position: int, *, resumed: bool) -> Iterator[Handout]:
+        rest = self._order.indices(epoch, resumed=resumed)[position:]
+        self._batches.indices = rest
+        return self._hand_out(len(rest), iter(self._loader))
+
+    def _hand_out(self, num_samples: int, batches: Iterator[Any]) -> Iterator[Handout]:
+        for step in range(self._cut.num_steps(num_samples)):
+            start, end = self._cut.bounds(step, num_samples)
+            own = self._cut.own(end - start)
+            num_own = own.stop - own.start
+            yield Handout(next(batches) if num_own else None, num_own, end - start)
+        next(batches, None)  # there is none, but only when asked does a DataLoader let its workers go
+
+    def num_steps(self) -> int:
+        return self._cut.num_steps(self._order.num_samples())
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._order.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._order.load_state_dict(state)
+
+
+class _OwnBatches:
+    """The batch sampler within: lists this rank's part of each step, as the loader asks for it."""
+
+    def __init__(self, cut: Cut) -> None:
+        self._cut = cut
+        self.indices = torch.empty(0, dtype=torch.int64)  # of the steps to come, over all ranks; set before each epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = self.indices
+        for step in range(self._cut.num_steps(len(indices))):
+            start, end = self._cut.bounds(step, len(indices))
+            own = indices[start:end][self._cut.own(end - start)].tolist()
+            if own:
+                yield own
+
+
+class StreamSource:
+    """Steps of data without an index: every rank reads it all and keeps its part."""
+
+    def __init__(self, part: PartOfStream, loader: DataLoader[Any], cut: Cut) -> None:
+        self._part = part
+        self._loader = loader
+        self._cut = cut
+
+    def steps(self, epoch: int, position: int, *, resumed: bool) -> Iterator[Handout]:
+        self._part.begin_at(position)
+        return (Handout(*told) for told in self._loader)
+
+    def num_steps(self) -> int:
+        if isinstance(self._part.stream, Sized):
+            return self._cut.num_steps(len(self._part.stream))
+        raise TypeError(f"{type(self._part.stream).__name__} has no len(), so the number of steps is not known.")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seed": None, "shuffle": False, "num_samples": None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        check_same(state, self.state_dict())

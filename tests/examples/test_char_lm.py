@@ -1,0 +1,66 @@
+"""The example trains alike with one and with two workers, and a resumed run is the run that never stopped."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parent.parent.parent
+SMALL = ["--batch", "6", "--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--steps"]
+
+
+def train(out: Path, steps: int, *more: str, workers: int = 1) -> dict[str, Any]:
+    start = [sys.executable] if workers == 1 else [sys.executable, "-m", "gradsync.cli.main", "run", "-n", str(workers)]
+    command = [*start, str(PROJECT / "examples/char_lm.py"), *SMALL, str(steps), *more, "--json", str(out)]
+    done = subprocess.run(command, timeout=100, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    log: dict[str, Any] = json.loads(out.read_text())
+    return log
+
+
+def compare(one: Path, other: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(PROJECT / "examples/compare_runs.py"), str(one), str(other)]
+    return subprocess.run(command, timeout=60, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two workers, six steps without a stop."""
+    out = tmp_path_factory.mktemp("whole") / "two.json"
+    train(out, 6, workers=2)
+    return out
+
+
+def test_two_workers_train_as_one_process_does(whole: Path, tmp_path: Path) -> None:
+    one, two = train(tmp_path / "one.json", 6), json.loads(whole.read_text())
+    assert (one["world_size"], two["world_size"]) == (1, 2)
+    assert two["losses"] == pytest.approx(one["losses"], abs=1e-4)
+    assert two["eval_loss"] == pytest.approx(one["eval_loss"], abs=1e-4)
+    assert one["losses"][-1] < one["losses"][0]
+    shown = compare(tmp_path / "one.json", whole)
+    assert shown.returncode == 0, shown.stderr
+    assert "2 workers" in shown.stdout
+
+
+def test_a_resumed_run_is_the_one_that_never_stopped(whole: Path, tmp_path: Path) -> None:
+    train(tmp_path / "half.json", 3, "--checkpoint", str(tmp_path / "half.pt"), workers=2)
+    rest = train(tmp_path / "rest.json", 6, "--resume", str(tmp_path / "half.pt"), workers=2)
+    unstopped = json.loads(whole.read_text())
+    assert rest["losses"] == unstopped["losses"][3:]
+    assert rest["eval_loss"] == unstopped["eval_loss"]
+
+
+@pytest.mark.parametrize("wrong", [2.5, float("nan")])
+def test_losses_that_differ_are_told(tmp_path: Path, wrong: float) -> None:
+    log = {"world_size": 1, "batch": 4, "losses": [3.0, 2.0], "step_s": [0.1, 0.1], "eval_loss": 2.0}
+    (tmp_path / "one.json").write_text(json.dumps(log))
+    (tmp_path / "two.json").write_text(json.dumps({**log, "losses": [3.0, wrong]}))
+    assert compare(tmp_path / "one.json", tmp_path / "one.json").returncode == 0
+    shown = compare(tmp_path / "one.json", tmp_path / "two.json")
+    assert shown.returncode != 0
+    assert "DOES NOT AGREE" in shown.stdout
