@@ -63,7 +63,7 @@ class _Channel:
 
     def _open(self, comm: Communicator) -> None:
         self._comm = comm.clone()
-        self._comm.feed.subscribe(self._stand_in)
+        self._comm.feed.accompany(self._stand_in)
 
     def sum(self, layer: int, kind: int, count: int, first: Tensor, second: Tensor) -> Tensor:
         """Sum two vectors and a count over the ranks; returns the row: (head, first, second). Blocks on CPU."""

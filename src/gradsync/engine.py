@@ -199,13 +199,13 @@ class Engine:
         return self._backward
 
     def _begin(self, task: int) -> _Backward:
-        if self._planner.follow_frozen():
-            self._adopt_plan()
         if self.window.num_backwards and not any(slot.has_gradient for slot in self._all()):
             # The user has dropped what was gathered (zero_grad): its weight, and what was set aside, go with it.
             self.window = Window()
             for slot in self._all():
                 slot.carried = None
+        if self._planner.follow_frozen(mid_window=self.window.num_backwards > 0):
+            self._adopt_plan()
         weight = self.comm.feed.weight if self._said_weight is None else self._said_weight
         in_window = self.window.num_backwards + 1
         synchronizing = self._no_sync_depth == 0 and in_window >= self.settings.accumulate

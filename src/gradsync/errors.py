@@ -13,6 +13,9 @@ The user's own mistakes are ``ValueError`` and ``TypeError``; what the world doe
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 
 class GradSyncError(Exception):
     """The root of everything the world can do to a run.
@@ -47,6 +50,11 @@ class PeerLost(GradSyncError):
         self.reason = reason
         self.during = during
         super().__init__(rank, step, after_s, reason)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions pickle by their positional arguments, of which there are none.
+        kept = {"reason": self.reason, "after_s": self.after_s, "step": self.step, "during": self.during}
+        return functools.partial(PeerLost, rank=self.ranks, **kept), ()
 
     def __str__(self) -> str:
         who = f"rank {self.rank} was" if len(self.ranks) == 1 else f"ranks {_listed(self.ranks)} were"

@@ -36,7 +36,7 @@ class Planner:
 
     def install(self, layout: Sequence[Sequence[str]]) -> None:
         """Make buckets of this layout, and move into them what the old ones hold."""
-        sparse = [name for name, param in self._params.items() if name in self._sparse and param.requires_grad]
+        sparse = [name for name, on in self._trainable.items() if on and name in self._sparse]
         old = self.slots
         self.plan = BucketPlan(layout, sparse, self._params, self._comm)
         self.slots = {slot.name: slot for slot in self.plan.slots()}
@@ -46,9 +46,12 @@ class Planner:
             if isinstance(slot, Slot):
                 slot.collect()
 
-    def follow_frozen(self) -> bool:
-        """Plan anew when parameters were frozen or unfrozen. (The header finds ranks that disagree.)"""
-        now = self._trainable_now()
+    def follow_frozen(self, *, mid_window: bool) -> bool:
+        """Plan anew when parameters were frozen or unfrozen. (The header finds ranks that disagree.)
+
+        Within a window a frozen parameter stays: what it has gathered is still to be averaged.
+        """
+        now = {name: on or (mid_window and self._trainable[name]) for name, on in self._trainable_now().items()}
         if now == self._trainable:
             return False
         self._trainable = now

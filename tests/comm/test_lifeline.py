@@ -118,7 +118,8 @@ def killed_with_a_loader_worker_alive() -> str:
     loader = DataLoader(
         TensorDataset(torch.zeros(1000)), num_workers=1, prefetch_factor=1, multiprocessing_context="fork"
     )
-    next(iter(loader))
+    batches = iter(loader)
+    next(batches)
     comm.barrier()
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

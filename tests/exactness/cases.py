@@ -347,6 +347,26 @@ def frozen_then_thawed(ctx: Context) -> nn.Module:
     return model
 
 
+@case
+def frozen_within_an_accumulation(ctx: Context) -> nn.Module:
+    """The plan changes while gradients are gathered: they move along."""
+    model = ctx.build(mlp)
+    model[0].requires_grad_(False)
+    optimizer = ctx.optimizer(model.parameters())
+    ctx.sync(model, optimizer, accumulate=2)
+    for number, joined in enumerate(ctx.batches(2 * STEPS)):
+        if number in (7, 21):
+            model[0].requires_grad_(number == 7)
+        x = ctx.part(joined)
+        if number % 2 == 0:
+            optimizer.zero_grad()
+        (mse(model(x), target(x)) / (2 if ctx.alone else 1)).backward()
+        if number % 2:
+            optimizer.step()
+            ctx.stepped(model)
+    return model
+
+
 class TwoPrecisions(nn.Module):
     """A part in the run's precision and one always in float64."""
 
@@ -635,6 +655,27 @@ def sync_batch_norm(ctx: Context) -> nn.Module:
 @case
 def sync_batch_norm_uneven(ctx: Context) -> nn.Module:
     return normalised_loop(ctx, uneven=True)
+
+
+@case
+def sync_batch_norm_under_join(ctx: Context) -> nn.Module:
+    """Rank r has two batches fewer than rank r - 1: its layers take part in the others' statistics with no sample."""
+    model = ctx.build(Normalised)
+    if not ctx.alone:
+        model = gradsync.SyncBatchNorm.convert(model, comm=ctx.comm)
+    optimizer = ctx.optimizer(model.parameters())
+    sync = ctx.sync(model, optimizer)
+    with sync.join():
+        for number, joined in enumerate(ctx.batches()):
+            parts = [part for rank, part in enumerate(joined.chunk(ctx.num_ranks)) if number < STEPS - 2 * rank]
+            if not ctx.alone and ctx.rank >= len(parts):
+                break
+            x = torch.cat(parts) if ctx.alone else parts[ctx.rank]
+            optimizer.zero_grad()
+            mse(model(x), target(x)).backward()
+            optimizer.step()
+    ctx.stepped(model)
+    return model
 
 
 # -- data ---------------------------------------------------------------------------------------------------------

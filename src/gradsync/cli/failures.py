@@ -45,9 +45,9 @@ class Failure:
     was_told_to_end: bool = False  # the launcher had asked it to end before it failed
 
     @property
-    def signal(self) -> signal.Signals | None:
-        """The signal that ended the process, if one did."""
-        return signal.Signals(-self.exit_code) if self.exit_code < 0 else None
+    def signal(self) -> int | None:
+        """The signal that ended the process, if one did, and not its own error before."""
+        return -self.exit_code if self.exit_code < 0 and not self.kind else None
 
     def headline(self) -> str:
         """The first line for the rank that caused the others to end."""
@@ -60,7 +60,7 @@ class Failure:
         if self.signal is None:
             return f"rank {self.rank} exited with code {self.exit_code}"
         hint = " (out of memory? `dmesg` would say so)" if self.signal == signal.SIGKILL else ""
-        return f"rank {self.rank} was killed by {self.signal.name}{hint}"
+        return f"rank {self.rank} was killed by {_name_of(self.signal)}{hint}"
 
     def line(self) -> str:
         """One line for a rank that ended because of another."""
@@ -70,12 +70,19 @@ class Failure:
             return f"rank {self.rank}: ended by the launcher"
         if self.kind and self.kind != "SystemExit":
             return f"rank {self.rank}: {self._said()}"
-        how = f"killed by {self.signal.name}" if self.signal is not None else f"exited with code {self.exit_code}"
+        how = f"exited with code {self.exit_code}" if self.signal is None else f"killed by {_name_of(self.signal)}"
         return f"rank {self.rank}: {how}"
 
     def _said(self) -> str:
         first = self.message.strip().split("\n")[0]
         return f"{self.kind}: {first}" if first else self.kind
+
+
+def _name_of(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def root_cause(failures: Iterable[Failure]) -> Failure | None:

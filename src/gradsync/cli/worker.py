@@ -9,6 +9,7 @@ the launcher.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -16,8 +17,10 @@ import os
 import runpy
 import signal
 import sys
+import threading
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 from gradsync.cli.failures import Attempt, describe, is_ours
 from gradsync.cli.signals import SignalWatch
@@ -45,6 +48,8 @@ def main(arguments: list[str]) -> int:
         _apply_overrides()
         _run_script(arguments)
     except SystemExit as request:
+        if os.getpid() != pid:  # a child that the script has forked, and let run out of its own code
+            raise
         code = _exit_code(request)
         if code != 0:
             watch.failed = True
@@ -52,7 +57,7 @@ def main(arguments: list[str]) -> int:
             disconnect(failure=f"it exited with code {code}")
         return code
     except BaseException as error:
-        if os.getpid() != pid:  # a child that the script has forked, and let run out of its own code
+        if os.getpid() != pid:
             raise
         watch.failed = True
         error.__traceback__ = _without_our_frames(error.__traceback__)
@@ -132,5 +137,21 @@ def _end_with_launcher(launcher_pid: int) -> None:
         os._exit(128 + signal.SIGTERM)
 
 
+def _end_without_teardown(code: int) -> NoReturn:
+    """End as the interpreter does, but for what comes after the script's own threads and exit functions.
+
+    After a failure there are collectives under way that will never finish. torch's threads hold them, and now and then
+    abort the process while it is taken down: an abort is no news, and would hide the exit code.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's threads
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_code = main(sys.argv[1:])
+    if exit_code != 0:
+        _end_without_teardown(exit_code)

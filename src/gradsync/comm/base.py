@@ -204,11 +204,13 @@ class Solo(Communicator):
 
     def all_to_all(self, tensor: Tensor, *, out: Tensor) -> Work:
         check_rows(tensor, out[0], 1, ("tensor", "out[0]"))
+        check_rows(out, tensor[0], 1, ("out", "tensor[0]"))
         out.copy_(tensor)
         return Finished()
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
         self._check_peer(src, "src")
+        check_contiguous(tensor)
         return Finished()
 
     def send(self, tensor: Tensor, dst: int) -> Work:

@@ -266,6 +266,12 @@ def connect_c10d(place: Place, *, timeout_s: float, why: str) -> C10d:
 def _new_group(members: list[int], timeout_s: float, *, members_only: bool = False) -> dist.ProcessGroup:
     """A group of these ranks; ``members_only``: the other ranks of the world do not make this call."""
     timeout = timedelta(seconds=timeout_s)
-    group = dist.new_group(members, timeout=timeout, backend=BACKENDS, use_local_synchronization=members_only)
+    group = dist.new_group(
+        members,
+        timeout=timeout,
+        backend=BACKENDS,
+        use_local_synchronization=members_only,
+        sort_ranks=False,  # the caller's order is the group's
+    )
     assert isinstance(group, dist.ProcessGroup), "this rank is among the members"
     return group

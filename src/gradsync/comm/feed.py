@@ -18,6 +18,7 @@ class Feed:
         self._batch_weight = 1.0  # samples in the batch that was last handed out; 1 when no sharded loader runs
         self.said_weight: float | None = None  # what set_weight() said for the backward to come
         self._joiners: list[Callable[[], None]] = []
+        self._companions: list[Callable[[], None]] = []
         self._open_blocks: list[Callable[[], None]] = []
 
     @property
@@ -37,10 +38,18 @@ class Feed:
         self._joiners.append(join)
         return lambda: self._joiners.remove(join) if join in self._joiners else None
 
+    def accompany(self, join: Callable[[], None]) -> Callable[[], None]:
+        """As ``subscribe``, for what has collectives of its own beside any synchronizer's: SyncBatchNorm.
+
+        It is called at the end of ``with sync.join():`` too, whichever synchronizer that is.
+        """
+        self._companions.append(join)
+        return lambda: self._companions.remove(join) if join in self._companions else None
+
     def end(self) -> None:
         """Tell every synchronizer that this worker has no data left; returns when no rank has any."""
         self.weight = 1.0
-        _run_together(list(self._joiners))
+        _run_together([*self._joiners, *self._companions])
 
     @contextlib.contextmanager
     def joining(self, join: Callable[[], None]) -> Iterator[None]:
@@ -57,7 +66,7 @@ class Feed:
             raise
         if join in self._open_blocks:
             together, self._open_blocks = self._open_blocks, []
-            _run_together(together)
+            _run_together([*together, *self._companions])
 
 
 def _run_together(joiners: list[Callable[[], None]]) -> None:
