@@ -53,7 +53,12 @@ class PeerLost(GradSyncError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Exceptions pickle by their positional arguments, of which there are none.
-        kept = {"reason": self.reason, "after_s": self.after_s, "step": self.step, "during": self.during}
+        kept: dict[str, Any] = {
+            "reason": self.reason,
+            "after_s": self.after_s,
+            "step": self.step,
+            "during": self.during,
+        }
         return functools.partial(PeerLost, rank=self.ranks, **kept), ()
 
     def __str__(self) -> str:
