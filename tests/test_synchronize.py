@@ -267,6 +267,74 @@ def test_dropping_an_accumulation_drops_its_weight() -> None:
     assert model.weight.grad.item() == 3.0
 
 
+def test_weights_that_are_all_zero_leave_an_earlier_mean_alone() -> None:
+    def run(comm: Communicator) -> list[float]:
+        model = nn.Linear(1, 1, bias=False)
+        _, sync = attach(model, comm=comm)
+        seen = []
+        for weights in ((1, 1), (0, 0), (0, 2)):
+            sync.set_weight(weights[comm.rank])
+            (3 * model.weight).sum().backward()
+            assert model.weight.grad is not None
+            seen.append(model.weight.grad.item())
+        return seen
+
+    assert run_ranks(2, run) == [[3.0, 3.0, 6.0]] * 2
+
+
+def test_a_weight_is_for_its_own_model_alone() -> None:
+    def run(comm: Communicator) -> float:
+        first, second = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+        _, first_sync = attach(first, comm=comm)
+        attach(second, comm=comm)
+        first_sync.set_weight(1 if comm.rank == 0 else 9)
+        (float(comm.rank) * second.weight).sum().backward()
+        assert second.weight.grad is not None
+        return second.weight.grad.item()
+
+    assert run_ranks(2, run) == [0.5, 0.5]
+
+
+def test_a_model_is_kept_in_step_once() -> None:
+    model = build()
+    _, sync = attach(model)
+    with pytest.raises(ValueError, match=r"parameter 0\.weight is already kept in step"):
+        attach(model)
+    sync.close()
+    attach(model)[1].close()
+
+
+@pytest.mark.parametrize("handed_over", [True, False])
+def test_a_schedule_that_missed_steps_is_made_up_for_or_found(handed_over: bool) -> None:
+    def run(comm: Communicator) -> tuple[list[float], str]:
+        model = build()
+        optimizer = sgd(model)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        options = {"scheduler": schedule} if handed_over else {}
+        sync = gradsync.synchronize(model, optimizer, comm=comm, **options)  # type: ignore[arg-type]
+        rates = []
+        try:
+            for _ in range(2):
+                with sync.join():
+                    for _ in range(2 + comm.rank):
+                        optimizer.zero_grad()
+                        model(torch.randn(2, 4)).sum().backward()
+                        optimizer.step()
+                        schedule.step()
+                        rates.append(optimizer.param_groups[0]["lr"])
+        except gradsync.OutOfStep as error:
+            return rates, str(error)
+        return rates, ""
+
+    (short, said), (long, said_too) = run_ranks(2, run)
+    assert said == said_too
+    if handed_over:
+        assert short[2:] == pytest.approx(long[3:5]), "in the second epoch they have the same rates again"
+        assert not said
+    else:
+        assert "pass scheduler=" in said
+
+
 def test_a_sparse_gradient_out_of_nowhere() -> None:
     model = nn.Embedding(5, 2)
     attach(model)

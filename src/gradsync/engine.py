@@ -22,11 +22,12 @@ from torch import Tensor, nn
 
 from gradsync.bucket import AnySlot, BucketPlan, SparseSlot
 from gradsync.buffers import BufferSync
+from gradsync.claims import claim
 from gradsync.comm.base import Communicator
 from gradsync.errors import GradSyncError
 from gradsync.header import Header, Round
 from gradsync.planning import Planner
-from gradsync.replicas import copy_training_state, plain_name
+from gradsync.replicas import Stateful, copy_training_state, hyperparameter_checksum, plain_name
 from gradsync.samedata import SameDataWatch
 from gradsync.settings import Settings
 from gradsync.stepping import StepGate
@@ -60,6 +61,7 @@ class Engine:
         *,
         sparse: Sequence[str] = (),
         scaler: torch.amp.GradScaler | None = None,
+        schedules: Sequence[Stateful] = (),
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -67,6 +69,10 @@ class Engine:
         self.comm = comm
         self.settings = settings
         self.scaler = scaler
+        self._travelling = [
+            *schedules,
+            *([scaler] if scaler is not None else []),
+        ]  # with the state, at the end of a join
         self.step = 0  # synchronizing backwards so far: the clock that all ranks share
         self.exposed_s = 0.0  # how long the last backward waited for the wire
         self.synchronized = True  # whether the last backward was a synchronizing one
@@ -83,7 +89,7 @@ class Engine:
         self._hooked: set[str] = set()
         self._incoming_hooked: set[str] = set()
         self._accumulators: list[Any] = []  # autograd drops a node nobody holds, and its hooks with it
-        self._removers: list[Callable[[], None]] = []
+        self._removers: list[Callable[[], None]] = [claim(self._params)]
         self._planner = Planner(
             self._params,
             comm,
@@ -206,10 +212,10 @@ class Engine:
                 slot.carried = None
         if self._planner.follow_frozen(mid_window=self.window.num_backwards > 0):
             self._adopt_plan()
-        weight = self.comm.feed.weight if self._said_weight is None else self._said_weight
+        weight = self.comm.feed.batch_weight if self._said_weight is None else self._said_weight
         in_window = self.window.num_backwards + 1
         synchronizing = self._no_sync_depth == 0 and in_window >= self.settings.accumulate
-        if in_window == 1 and not synchronizing:
+        if in_window == 1 and (not synchronizing or weight == 0.0):
             for slot in self._all():
                 slot.set_aside()
         incoming = self.window.add(weight)
@@ -229,6 +235,7 @@ class Engine:
                 fingerprint=self.plan.fingerprint,
                 has_data=has_data,
                 buffers_changed=has_data and self._buffers.changed(),
+                hyperparameters=hyperparameter_checksum(self.optimizer),
                 loss_scale=float(self.scaler.get_scale()) if self.scaler is not None else 1.0,
                 checksum=self._same_data.take_checksum(),
             )
@@ -288,6 +295,9 @@ class Engine:
         assert backward is not None and round is not None
         if backward.factor is None:
             self._learn_factor(block=True)
+        if self.window.num_backwards == 1 and round.total_weight > 0.0:
+            for slot in self._all():
+                slot.carried = None  # set aside for a weight of zero; the ranks that have weight bring it along
         if self.plan.sparse:
             self.strategy.on_sparse(self.plan.sparse, backward.factor or 0.0)
         self.strategy.after_backward()
@@ -315,7 +325,7 @@ class Engine:
                 pass
             leader, self._uneven_leader = self._uneven_leader, None
             if leader is not None:
-                copy_training_state(self.comm, self.model, self.optimizer, self.scaler, leader)
+                copy_training_state(self.comm, self.model, self.optimizer, self._travelling, leader)
                 if self.comm.rank != leader:
                     self.drop_gradients()
 
@@ -359,6 +369,8 @@ class Engine:
 
     def set_weight(self, weight: float) -> None:
         """Say what the next backward's mean loss stands for."""
+        if weight == 0.0:
+            self.watch_incoming()  # an earlier mean must be set aside before autograd adds to it
         self._said_weight = self.comm.feed.said_weight = weight
 
     def enter_no_sync(self) -> None:

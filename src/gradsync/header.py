@@ -24,6 +24,7 @@ class Header:
     fingerprint: int  # of the bucket plan
     has_data: bool  # False: it only keeps the others company (see join)
     buffers_changed: bool = False  # a buffer of the model was written since the last time
+    hyperparameters: int = 0  # a checksum of the optimizer's: learning rates and the like
     loss_scale: float = 1.0  # GradScaler's
     checksum: float = 0.0  # of the gradients that it brought last time: equal ones mean that ranks read the same data
 
@@ -73,13 +74,14 @@ class Round:
         for name, what in (
             ("fingerprint", "bucket plan"),
             ("step", "synchronizing backward"),
+            ("hyperparameters", "checksum of the optimizer's hyperparameters"),
             ("loss_scale", "GradScaler scale"),
         ):
-            # A rank without data has no scale to speak of: its scaler has missed the others' updates.
+            # A rank without data has missed the others' updates of these two, and does not step either.
             seen = {
                 rank: getattr(header, name)
                 for rank, header in enumerate(self.headers)
-                if name != "loss_scale" or header.has_data
+                if header.has_data or name in ("fingerprint", "step")
             }
             if len(set(seen.values())) <= 1:
                 continue
@@ -90,6 +92,8 @@ class Round:
                 + {
                     "fingerprint": "Were parameters frozen or unfrozen on some ranks only?",
                     "step": "Was another checkpoint loaded there, or a backward skipped?",
+                    "hyperparameters": "Has its learning rate taken another course? A rank that runs out of data "
+                    "misses steps of a schedule: pass scheduler= to synchronize().",
                     "loss_scale": "Pass scaler= to synchronize(), and load the same scaler state on all ranks.",
                 }[name]
             )

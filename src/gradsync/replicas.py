@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from typing import Any
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,13 @@ from gradsync.comm.objects import all_gather_object, broadcast_object
 from gradsync.errors import OutOfStep
 
 CHUNK_BYTES = 32 * MIB  # copies go in chunks: large enough for the wire, small enough not to need the model twice
+
+
+class Stateful(Protocol):
+    """An optimizer, a GradScaler, a learning-rate schedule."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 def describe(model: nn.Module, optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]) -> dict[str, str]:
@@ -77,17 +85,25 @@ def copy_training_state(
     comm: Communicator,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler | None,
+    others: Sequence[Stateful],
     src: int,
 ) -> None:
-    """Give every rank the parameters, buffers, optimizer state and loss scale of rank ``src``. Blocks."""
+    """Give every rank the parameters, buffers, optimizer state and ``others`` (scaler, schedules) of ``src``."""
     copy_tensors(comm, [*model.parameters(), *model.buffers()], src)
-    states = {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict() if scaler is not None else None}
-    received = broadcast_object(comm, states, src)
+    stateful: list[Stateful] = [optimizer, *others]
+    received = broadcast_object(comm, [_sharable(one.state_dict()) for one in stateful], src)
     if comm.rank != src:
-        optimizer.load_state_dict(received["optimizer"])
-        if scaler is not None:
-            scaler.load_state_dict(received["scaler"])
+        for one, state in zip(stateful, received, strict=True):
+            one.load_state_dict({**one.state_dict(), **state})
+
+
+def hyperparameter_checksum(optimizer: torch.optim.Optimizer) -> int:
+    """One number for all that steers the optimizer: two ranks that differ in a learning rate differ in it."""
+    values = [
+        [float(v) if isinstance(v, Tensor) else v for k, v in g.items() if k != "params"]
+        for g in optimizer.param_groups
+    ]
+    return zlib.crc32(repr(values).encode())
 
 
 def plain_name(name: str) -> str:
@@ -98,6 +114,15 @@ def plain_name(name: str) -> str:
     'block.weight'
     """
     return name.replace("_orig_mod.", "")
+
+
+def _sharable(state: dict[str, Any]) -> dict[str, Any]:
+    """A state without what only its own rank can have: the functions that a schedule may hold."""
+    return {key: value for key, value in state.items() if not callable(value) and not _holds_functions(value)}
+
+
+def _holds_functions(value: Any) -> bool:
+    return isinstance(value, list) and any(callable(item) for item in value)
 
 
 def _chunks(tensors: list[Tensor]) -> Iterable[list[Tensor]]:

@@ -348,9 +348,9 @@ def _without_defaults(value: object) -> Iterator[tuple[str, Any, bool]]:
     arguments = _arguments_of(value)
     parameters = inspect.signature(type(value)).parameters
     # What stands before a filled *args can only be given by place.
-    before_star = any(p.kind is p.VAR_POSITIONAL and arguments[p.name] for p in parameters.values())
+    before_star = any(p.kind is p.VAR_POSITIONAL and arguments.get(p.name) for p in parameters.values())
     for parameter in parameters.values():
-        if parameter.kind is parameter.VAR_KEYWORD:
+        if parameter.kind is parameter.VAR_KEYWORD or parameter.name not in arguments:
             continue
         argument = arguments[parameter.name]
         if parameter.kind is parameter.VAR_POSITIONAL:

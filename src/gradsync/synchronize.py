@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from gradsync import spec
 from gradsync.bucket import BUCKET_BYTES, FIRST_BUCKET_BYTES
@@ -39,6 +41,7 @@ def synchronize(
     first_bucket_bytes: int = FIRST_BUCKET_BYTES,
     buffers: BufferMode = "broadcast",
     scaler: torch.amp.GradScaler | None = None,
+    scheduler: LRScheduler | Sequence[LRScheduler] = (),
     sparse: Sequence[str] = (),
     timeout_s: float | None = None,
 ) -> Synchronizer:
@@ -62,6 +65,8 @@ def synchronize(
         first_bucket_bytes: size of the first one.
         buffers: "broadcast" rank 0's after each synchronizing backward, take their "mean", or "none".
         scaler: the ``GradScaler`` in use, if any.
+        scheduler: learning-rate schedules that step with every batch: a rank that runs out of data before the others
+            misses steps of theirs, and takes them over with the rest of the state.
         sparse: names of parameters with sparse gradients, beside those of ``Embedding(sparse=True)``.
         timeout_s: how long to wait for a silent peer before it is given up.
 
@@ -100,8 +105,9 @@ def synchronize(
     }
     check_agreement(own, describe(model, optimizer, agreed))
     copy_tensors(own, [*model.parameters(), *model.buffers()], src=0)
-    engine = Engine(model, optimizer, chosen, own, settings, sparse=sparse_names, scaler=scaler)
-    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+    schedules = [scheduler] if isinstance(scheduler, LRScheduler) else list(scheduler)
+    engine = Engine(model, optimizer, chosen, own, settings, sparse=sparse_names, scaler=scaler, schedules=schedules)
+    if _is_compiled_whole(model):
         log.info(
             "the model is compiled as a whole, so all its gradients come at the end of backward and nothing overlaps; "
             "compile it block by block to keep the overlap"
@@ -315,6 +321,11 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"the optimizer has {len(strangers)} parameter(s) that are not the model's (shapes {shapes}): nobody would "
             "average their gradients. Make them part of the model, or put several models into one ModuleList."
         )
+
+
+def _is_compiled_whole(model: nn.Module) -> bool:
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # importing it takes seconds, and torch.compile has done so
+    return model._compiled_call_impl is not None or (dynamo is not None and isinstance(model, dynamo.OptimizedModule))
 
 
 def _sparse_names(model: nn.Module, said: Sequence[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,15 @@ def test_help_of_run_has_our_options_first_and_all_of_torchruns() -> None:
         (["--timeout-s", "0"], "0.0 is not in the range x>0"),
         (["--max-restart", "1"], "--max-restarts"),
         (["--max-restarts", "x"], "'x' is not a valid integer"),
+        (["--nnodes", "3:2"], "min_nodes must be > 0 and <= max_nodes"),
+        (["--nnodes", "a"], "invalid literal for int()"),
         (["--no-python", "--sync", "allreduce"], "--sync and --timeout-s reach Python scripts only"),
     ],
 )
-def test_a_mistake_is_said_before_any_worker_starts(script: str, arguments: list[str], said: str) -> None:
+def test_a_mistake_is_said_before_any_worker_starts(
+    script: str, arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", os.environ.copy())
     result = gradsync("run", *arguments, script)
     assert result.exit_code == 2
     assert said in result.output

@@ -14,7 +14,6 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import click
@@ -88,9 +87,16 @@ def _check_sync(ctx: click.Context, param: click.Parameter, text: str | None) ->
     },
     epilog="Two nodes: gradsync run --nnodes 2 --node-rank 0 --master-addr HOST --master-port 29500 -n 4 train.py",
 )
-@click.option("--sync", metavar="SPEC", callback=_check_sync, help="Override the script's strategy: 'allreduce(...)'.")
+@click.option(
+    "--sync",
+    metavar="SPEC",
+    envvar="GRADSYNC_SYNC",
+    callback=_check_sync,
+    help="Override the script's strategy: 'allreduce', 'allreduce(...)'.",
+)
 @click.option(
     "--timeout-s",
+    envvar="GRADSYNC_TIMEOUT_S",
     type=click.FloatRange(min=0, min_open=True),
     help="Override the script's timeout: after so long a silent peer is given up.",
 )
@@ -162,40 +168,36 @@ def _launch(options: Any, folder: Path, *, verbose: bool) -> int:
         os.environ["GRADSYNC_KEEP_STDERR"] = "1"  # a log file without the traceback would be a poor one
     elif options.log_dir is None:
         options.log_dir = str(folder / "logs")
-    _meet(options)
     options.run_path = False  # that is how a worker runs its script anyway
     with _quiet_torchelastic(verbose=verbose):
-        config, command, command_arguments = torchrun.config_from_args(options)
+        try:
+            _meet(options)
+            config, command, arguments = torchrun.config_from_args(options)
+        except (ValueError, AssertionError, RuntimeError) as error:  # torchrun's checks of its options
+            raise click.UsageError(str(error)) from error
         assert isinstance(command, str), "run_path is off"
         if not options.no_python:
             which = "-m" if options.module else "--"
-            command_arguments = ["-u", "-m", "gradsync.cli.worker", which, options.training_script]
-            command_arguments += options.training_script_args
-        if options.redirects != "0":
-            click.secho(f"the workers' output goes to {_log_dir(config)}", err=True, dim=True)
-        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(_handle_signals(config.signals_to_handle))
-        try:
-            agent = Agent(config, command, command_arguments, folder)
-        except (RendezvousError, ValueError) as error:
-            raise click.ClickException(f"the nodes can't meet at {config.rdzv_endpoint!r}: {error}") from error
-        return _run(agent, config.rdzv_endpoint, verbose=verbose)
+            arguments = ["-u", "-m", "gradsync.cli.worker", which, options.training_script]
+            arguments += options.training_script_args
+        if options.redirects != "0" and config.logs_specs is not None:
+            click.secho(f"the workers' output goes to {config.logs_specs.root_log_dir}", err=True, dim=True)
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _signals_to_handle(config.signals_to_handle)
+        return _run(config, command, arguments, folder, verbose=verbose)
 
 
-def _log_dir(config: LaunchConfig) -> str:
-    assert config.logs_specs is not None, "LaunchConfig fills it in"
-    return config.logs_specs.root_log_dir
-
-
-def _run(agent: Agent, endpoint: str, *, verbose: bool) -> int:
+def _run(config: LaunchConfig, command: str, arguments: list[str], folder: Path, *, verbose: bool) -> int:
+    agent: Agent | None = None
     try:
+        agent = Agent(config, command, arguments, folder)
         result = agent.run()
     except SignalException as ended:
-        # Those that have not ended in time, or at a second Ctrl-C. The meeting place stays: other nodes may go on.
-        agent.kill()
+        if agent is not None:
+            agent.kill()  # those that have not ended in time, or at a second Ctrl-C
         click.secho(f"ended by {ended.sigval.name}", err=True)
-        return 128 + ended.sigval
+        return 128 + ended.sigval  # the meeting place stays open: other nodes may go on
     except RendezvousError as error:
-        raise click.ClickException(f"the nodes can't meet at {endpoint!r}: {error}") from error
+        raise click.ClickException(f"the nodes can't meet at {config.rdzv_endpoint!r}: {error}") from error
     agent.close()
     if result is None or not result.is_failed():
         return 0
@@ -216,16 +218,15 @@ def _meet(options: Any) -> None:
         options.master_port = 29500
 
 
-def _handle_signals(names: str) -> list[str]:
-    """Have the signals that end a launcher raise, from the first moment on; what nohup ignores stays ignored."""
+def _signals_to_handle(names: str) -> str:
+    """What torchelastic shall catch once there are workers to end; what nohup ignores stays ignored.
 
-    def raise_it(number: int, frame: FrameType | None) -> None:
-        raise SignalException(f"the launcher got signal {number}", sigval=signal.Signals(number))
-
-    handled = [name for name in names.split(",") if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
-    for name in handled:
-        signal.signal(signal.Signals[name], raise_it)
-    return handled
+    Until then nothing is caught: while the nodes meet, the main thread waits in C, and would hear a handler too late.
+    """
+    caught = [name for name in names.split(",") if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
+    for name in caught:
+        signal.signal(signal.Signals[name], signal.SIG_DFL)
+    return ",".join(caught)
 
 
 @contextlib.contextmanager

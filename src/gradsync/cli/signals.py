@@ -23,6 +23,7 @@ from gradsync.comm import current_timeout_s, lost_ranks
 
 NEWS_PATIENCE_S = 1.0  # the launcher may see that a process is gone before its peers do
 PEER_LOST_MARGIN_S = 2.0  # PeerLost is raised within timeout_s and this
+CLEAN_UP_S = 30.0  # what a script that has raised already may take for its threads and exit functions
 INTERRUPT_PATIENCE_S = 3.0  # a main thread that has not heard Ctrl-C by then is stuck in C
 
 
@@ -99,7 +100,7 @@ class SignalWatch:
             if self._rank in lost_ranks():
                 self._say_where_it_is(lost_ranks()[self._rank])
                 os._exit(128 + signal.SIGTERM)
-            patience_s = current_timeout_s() + PEER_LOST_MARGIN_S
+            patience_s = CLEAN_UP_S if self.failed else current_timeout_s() + PEER_LOST_MARGIN_S
             if self._attempt is not None:
                 self._attempt.write_patience_s(self._rank, patience_s)
             time.sleep(patience_s)  # the main thread raises, and ends the process, before this is over

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import contextlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -14,10 +14,9 @@ from gradsync.comm.base import Communicator, Finished, ReduceOp, Work, check_con
 from gradsync.comm.feed import Feed
 from gradsync.comm.lifeline import Lifeline
 from gradsync.comm.rendezvous import Place, choose_gloo_interface
-from gradsync.errors import CollectiveFailed, PeerLost
+from gradsync.comm.watch import Call, Watch
 
 WAIT_SLICE = timedelta(seconds=0.05)  # how often a blocked rank looks whether a peer is lost
-NEWS_PATIENCE_S = 1.0  # Gloo's own error can be quicker than the lifeline's news of who caused it
 
 # Headers and objects are CPU tensors on every machine: a group needs Gloo beside NCCL.
 BACKENDS = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -28,43 +27,30 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 class C10dWork(Work):
     """A torch.distributed work whose ``wait`` also watches the lifeline."""
 
-    def __init__(self, comm: C10d, work: dist.Work, number: int, what: str, *, on_cuda: bool) -> None:
-        self._comm = comm
+    def __init__(self, work: dist.Work, watch: Watch, call: Call, *, on_cuda: bool) -> None:
         self._work = work
-        self._number = number
-        self._what = what
+        self._watch = watch
+        self._call = call
         self._on_cuda = on_cuda
-        self._started_s = time.monotonic()
 
     def done(self) -> bool:
         return bool(self._work.is_completed())
 
     def wait(self) -> None:
         if self._on_cuda:  # with a timeout NCCL would block the host: without, only the stream waits
-            self._comm.raise_if_lost(self._number, self._what, self._started_s)
+            self._watch.raise_if_lost(self._call)
             self._work.wait()
             return
-        while True:
-            try:
-                if self._work.is_completed():
-                    self._work.wait()
-                else:
-                    self._work.wait(WAIT_SLICE)
+        while not self._work.is_completed():
+            with contextlib.suppress(RuntimeError):  # the slice has run out, or the work has failed: see below
+                self._work.wait(WAIT_SLICE)
                 return
-            except RuntimeError as error:
-                if self._work.is_completed():
-                    self._finish(error)
-                    return
-            self._comm.raise_if_lost(self._number, self._what, self._started_s)
-            if time.monotonic() - self._started_s > self._comm.timeout_s:
-                self._comm.raise_cause(self._number, self._what, self._started_s, "it timed out")
-
-    def _finish(self, error: RuntimeError) -> None:
-        """The work is over: was it the slice that ran out just before, or has it failed?"""
+            if not self._work.is_completed():
+                self._watch.check(self._call)
         try:
             self._work.wait()
         except RuntimeError as failed:
-            self._comm.raise_cause(self._number, self._what, self._started_s, str(failed))
+            self._watch.raise_cause(self._call, str(failed))
 
 
 class C10d(Communicator):
@@ -84,11 +70,8 @@ class C10d(Communicator):
     ) -> None:
         super().__init__(list(members).index(dist.get_rank()), len(members), timeout_s=timeout_s, feed=feed)
         self.why = why
-        self.lifeline = lifeline
+        self.watch = Watch(lifeline, members, group.group_name, timeout_s)
         self._group: dist.ProcessGroup | None = group
-        self._members = list(members)  # the world's rank of each rank of this group
-        self._key = group.group_name
-        self._count = 0
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
         check_op(op)
@@ -129,12 +112,12 @@ class C10d(Communicator):
     def send(self, tensor: Tensor, dst: int) -> Work:
         self._check_peer(dst, "dst")
         check_contiguous(tensor)
-        return self._start(f"send to {dst}", tensor, lambda g: dist.isend(tensor, group_dst=dst, group=g), pairs=True)
+        return self._start(f"send to {dst}", tensor, lambda g: dist.isend(tensor, group_dst=dst, group=g), pair=True)
 
     def recv(self, tensor: Tensor, src: int) -> Work:
         self._check_peer(src, "src")
         check_contiguous(tensor)
-        return self._start(f"recv from {src}", tensor, lambda g: dist.irecv(tensor, group_src=src, group=g), pairs=True)
+        return self._start(f"recv from {src}", tensor, lambda g: dist.irecv(tensor, group_src=src, group=g), pair=True)
 
     def barrier(self) -> None:
         # A sum and not the backend's own barrier: this one can be waited for in slices, so a lost peer ends it.
@@ -142,11 +125,15 @@ class C10d(Communicator):
 
     def split(self, ranks: Sequence[int]) -> Communicator | None:
         chosen = self._check_ranks(ranks)
-        members = [self._members[rank] for rank in chosen]
+        members = [self.watch.members[rank] for rank in chosen]
         if self.rank not in chosen:
             return None
         group = _new_group(members, self.timeout_s, members_only=len(members) < dist.get_world_size())
         return C10d(group, members, self.lifeline, timeout_s=self.timeout_s, why=self.why, feed=self.feed)
+
+    @property
+    def lifeline(self) -> Lifeline:
+        return self.watch.lifeline
 
     def note(self, place: str, *, step: int | None = None) -> None:
         self.lifeline.here.note = place
@@ -158,87 +145,24 @@ class C10d(Communicator):
         if group is not None and group is not dist.group.WORLD and dist.is_initialized():
             dist.destroy_process_group(group)
 
-    # -- starting and failing ------------------------------------------------------------------------------------
-
     def _start_on(self, what: str, tensor: Tensor) -> Work:
         return self._start(what, tensor, lambda g: dist.all_reduce(tensor, group=g, async_op=True))
 
     def _start(
-        self, what: str, tensor: Tensor, launch: Callable[[dist.ProcessGroup], dist.Work | None], *, pairs: bool = False
+        self, what: str, tensor: Tensor, launch: Callable[[dist.ProcessGroup], dist.Work | None], *, pair: bool = False
     ) -> Work:
         if self._group is None:
             raise ValueError(f"this communicator is closed: {what} is no longer possible.")
         if tensor.numel() == 0:
             return Finished()  # the same on every rank, since shapes agree; Gloo refuses some empty tensors
-        if not pairs:  # only some ranks take part in a pair: it says nothing about who is behind
-            self._count += 1
-            self.lifeline.enter(self._key, self._count, what)
-        started_s = time.monotonic()
-        self.raise_if_lost(self._count, what, started_s)
+        call = self.watch.enter(what, pair=pair)
+        self.watch.raise_if_lost(call)
         try:
             work = launch(self._group)
         except RuntimeError as error:
-            self.raise_cause(self._count, what, started_s, str(error))
+            self.watch.raise_cause(call, str(error))
         assert work is not None, "an asynchronous call of a member returns its work"
-        return C10dWork(self, work, self._count, what, on_cuda=tensor.is_cuda)
-
-    def raise_if_lost(self, number: int, what: str, started_s: float) -> None:
-        """Raise PeerLost if a rank of this group is known to be dead, or left before it came to this collective."""
-        line = self.lifeline
-        if not line.lost and not line.left:
-            return
-        after_s = time.monotonic() - started_s
-        if line.rank in line.lost:
-            reason = f"the others gave this rank up: {line.lost[line.rank]}"
-            raise self._peer_lost(line.rank, reason, after_s, what)
-        for rank, reason in list(line.lost.items()):
-            if rank in self._members:
-                raise self._peer_lost(rank, reason, after_s, what)
-        for rank, whereabouts in list(line.left.items()):
-            count, last = whereabouts.groups.get(self._key, (0, "nothing"))
-            if rank in self._members and count < number:
-                reason = (
-                    f"it has finished and left (it was at {whereabouts.note or last}; this rank is at "
-                    f"{line.here.note or what}). Do the ranks have different numbers of batches? "
-                    "Put the loop into `with sync.join():`, or take the data from gradsync.shard()."
-                )
-                line.declare_lost([rank], reason)
-                raise self._peer_lost(rank, reason, after_s, what)
-
-    def raise_cause(self, number: int, what: str, started_s: float, error: str) -> None:
-        """A collective failed or timed out: find out who is to blame, tell the others, and raise."""
-        end = time.monotonic() + NEWS_PATIENCE_S
-        while time.monotonic() < end:
-            self.raise_if_lost(number, what, started_s)
-            if time.monotonic() - started_s > self.timeout_s:
-                break  # news of a death is quick: after so long there is none
-            time.sleep(0.01)
-        whereabouts = self.lifeline.ask_whereabouts()
-        self.raise_if_lost(number, what, started_s)
-        after_s = time.monotonic() - started_s
-        others = [rank for rank in self._members if rank != self.lifeline.rank]
-        silent = [rank for rank in others if rank not in whereabouts]
-        behind = {}
-        for rank in others:
-            if rank in whereabouts and whereabouts[rank].groups.get(self._key, (0, ""))[0] < number:
-                last = whereabouts[rank].groups.get(self._key, (0, "no collective of this group yet"))
-                behind[rank] = whereabouts[rank].note or last[1]
-        late = silent or list(behind)
-        if late:
-            reason = (
-                "it does not answer (frozen, or its host is gone)"
-                if silent
-                else f"it did not come to {what} in time; it is still at {behind[late[0]]}, "
-                f"this rank is at {self.lifeline.here.note or what}"
-            )
-            self.lifeline.declare_lost(late, reason)
-            raise self._peer_lost(late[0], reason, after_s, what)
-        raise CollectiveFailed(
-            f"{what} failed after {after_s:.1f} s, though every rank is alive and took part: {error}"
-        )
-
-    def _peer_lost(self, rank: int, reason: str, after_s: float, what: str) -> PeerLost:
-        return PeerLost(rank=rank, reason=reason, after_s=after_s, during=what, step=self.lifeline.here.step)
+        return C10dWork(work, self.watch, call, on_cuda=tensor.is_cuda)
 
 
 def connect_c10d(place: Place, *, timeout_s: float, why: str) -> C10d:

@@ -15,7 +15,7 @@ class Feed:
     """The weight of the batch in hand, and who must be told when this worker's data has ended."""
 
     def __init__(self) -> None:
-        self._batch_weight = 1.0  # samples in the batch that was last handed out; 1 when no sharded loader runs
+        self.batch_weight = 1.0  # samples in the batch that was last handed out; 1 when no sharded loader runs
         self.said_weight: float | None = None  # what set_weight() said for the backward to come
         self._joiners: list[Callable[[], None]] = []
         self._companions: list[Callable[[], None]] = []
@@ -24,11 +24,11 @@ class Feed:
     @property
     def weight(self) -> float:
         """The weight of the backward to come: what ``set_weight`` said, else the samples of the batch in hand."""
-        return self._batch_weight if self.said_weight is None else self.said_weight
+        return self.batch_weight if self.said_weight is None else self.said_weight
 
     @weight.setter
     def weight(self, samples: float) -> None:
-        self._batch_weight = float(samples)
+        self.batch_weight = float(samples)
 
     def subscribe(self, join: Callable[[], None]) -> Callable[[], None]:
         """Have ``join`` called at the end of this worker's data; returns what undoes it.

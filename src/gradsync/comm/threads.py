@@ -57,11 +57,14 @@ class _ThreadWork(Work):
         self._meeting = meeting
         self._world = world
         self._timeout_s = timeout_s
+        self._given_up: PeerLost | None = None  # a wait that timed out is not begun again
 
     def done(self) -> bool:
-        return self._meeting.over.is_set()
+        return self._meeting.over.is_set() or self._given_up is not None
 
     def wait(self) -> None:
+        if self._given_up is not None:
+            raise self._given_up
         start = time.monotonic()
         self._meeting.over.wait(self._timeout_s)
         if self._meeting.error is not None:
@@ -74,9 +77,10 @@ class _ThreadWork(Work):
             return
         gone = {rank: self._world.lost[whole] for rank, whole in missing.items() if whole in self._world.lost}
         reason = next(iter(gone.values())) if gone else f"it did not come to {self._meeting.kind} in time"
-        raise PeerLost(
+        self._given_up = PeerLost(
             rank=tuple(gone or missing), reason=reason, after_s=time.monotonic() - start, during=self._meeting.kind
         )
+        raise self._given_up
 
 
 class Threads(Communicator):

@@ -1,0 +1,85 @@
+"""What every reducer must do: one file for the seam. A new reducer is tested by being registered."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from gradsync import spec
+from gradsync.bucket import BucketPlan, plan_buckets
+from gradsync.comm import Communicator, run_ranks
+from gradsync.reducers import Driver, Reducer
+
+EXACT = ["plain"]
+REDUCERS = [name for name in spec.names("reducer") if not name.startswith("test_")]
+
+
+def make_plan(comm: Communicator, seed: int) -> BucketPlan:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(3,), (5, 7), (1,), (0,), (2, 3, 4), ()]
+    params = {f"p{at}": Parameter(torch.zeros(shape, dtype=torch.float64)) for at, shape in enumerate(shapes)}
+    plan = BucketPlan(plan_buckets(list(params.items()), cap_bytes=200), [], params, comm)
+    for param in params.values():
+        param.grad = torch.randn(param.shape, dtype=torch.float64, generator=generator)
+    return plan
+
+
+def reduce_all(comm: Communicator, reducer: Reducer, seed: int) -> list[torch.Tensor]:
+    plan = make_plan(comm, seed + comm.rank)
+    driver = Driver(reducer, comm, len(plan.buckets))
+    # Buckets become ready in another order on every rank; the driver keeps to the plan's.
+    order = torch.randperm(len(plan.buckets), generator=torch.Generator().manual_seed(comm.rank)).tolist()
+    for at in order:
+        plan.buckets[at].seal(1.0 / comm.world_size)
+        driver.add(plan.buckets[at])
+    driver.drain()
+    for bucket in plan.buckets:
+        bucket.unseal()
+    return [slot.view.clone() for bucket in plan.buckets for slot in bucket.slots]
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_the_result_is_the_mean_and_the_same_bits_everywhere(name: str, world: int) -> None:
+    ranks = run_ranks(world, lambda comm: reduce_all(comm, spec.parse(name, "reducer"), seed=3))
+    for grads in ranks[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(grads, ranks[0], strict=True))
+    if name in EXACT:
+        given = run_ranks(world, lambda comm: [s.param.grad for s in make_plan(comm, 3 + comm.rank).slots()])
+        for at, mean in enumerate(ranks[0]):
+            assert torch.allclose(mean, torch.stack([grads[at] for grads in given]).mean(0), rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+def test_it_yields_as_many_collectives_as_it_says(name: str) -> None:
+    def run(comm: Communicator) -> list[int]:
+        reducer = spec.parse(name, "reducer")
+        plan = make_plan(comm, comm.rank)
+        counts = []
+        for bucket in plan.buckets:
+            bucket.seal(1.0)
+            works = 0
+            for work in reducer.reduce(bucket, comm):
+                work.wait()
+                works += 1
+            counts.append(works - reducer.num_stages)
+        return counts
+
+    assert all(count == 0 for counts in run_ranks(2, run) for count in counts)
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+def test_it_counts_its_bytes_and_keeps_its_state_by_name(name: str) -> None:
+    def run(comm: Communicator) -> None:
+        reducer, other = spec.parse(name, "reducer"), spec.parse(name, "reducer")
+        plan = make_plan(comm, comm.rank)
+        assert all(reducer.bytes_sent(bucket, comm.world_size) > 0 for bucket in plan.buckets)
+        reduce_all(comm, reducer, seed=1)
+        names = {slot.name for slot in plan.slots()}
+        assert set(reducer.state_dict()) <= names, "state is keyed by parameter, never by bucket"
+        other.load_state_dict(reducer.state_dict())
+        with pytest.raises(ValueError):
+            other.load_state_dict({"no such parameter": torch.ones(1)})
+
+    run_ranks(2, run)

@@ -1,0 +1,91 @@
+"""What every strategy must do: one file for the seam. A new strategy is tested by being registered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradsync
+from gradsync import spec
+from gradsync.comm import Communicator, run_ranks
+from tests.ranks import run_processes
+
+STRATEGIES = [name for name in spec.names("strategy") if not name.startswith("test_")]
+
+
+def train(comm: Communicator, strategy: str, steps: int, state: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Train on data of this rank's own; a state goes on where it was left."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    seeded = torch.Generator().manual_seed(0)  # not torch's own, which ranks that are threads share
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(0.4 * torch.randn(param.shape, generator=seeded))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if state is not None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    start = 0 if state is None else state["at"]
+    losses = []
+    with gradsync.synchronize(model, optimizer, strategy, comm=comm, bucket_bytes=300, first_bucket_bytes=100) as sync:
+        if state is not None:
+            sync.load_state_dict(state["sync"])
+        for step in range(start, steps):
+            generator = torch.Generator().manual_seed(step * 100 + comm.rank)
+            x = torch.randn(6, 4, dtype=torch.float64, generator=generator)
+            optimizer.zero_grad()
+            loss = (model(x) - x[:, :2]).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        stats = sync.stats()
+        assert spec.render(spec.parse(stats["strategy"])) == stats["strategy"]
+        assert stats["bytes_per_step"] >= 0
+        return {
+            "model": {name: value.clone() for name, value in model.state_dict().items()},
+            "optimizer": optimizer.state_dict(),
+            "sync": sync.state_dict(),
+            "at": steps,
+            "losses": losses,
+        }
+
+
+def params_of(outcome: dict[str, Any]) -> list[Tensor]:
+    return list(outcome["model"].values())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world", [1, 3])
+def test_it_learns(strategy: str, world: int) -> None:
+    for outcome in run_ranks(world, lambda comm: train(comm, strategy, 40)):
+        assert sum(outcome["losses"][-5:]) < 0.7 * sum(outcome["losses"][:5])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_stopped_and_resumed_it_is_bit_for_bit_the_run_that_never_stopped(strategy: str) -> None:
+    whole = run_ranks(2, lambda comm: train(comm, strategy, 20))
+    half = run_ranks(2, lambda comm: train(comm, strategy, 9))
+    resumed = run_ranks(2, lambda comm: train(comm, strategy, 20, half[comm.rank]))
+    for one, other in zip(whole, resumed, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(params_of(one), params_of(other), strict=True))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_state_of_something_else_is_refused(strategy: str) -> None:
+    made = spec.parse(strategy)
+    with pytest.raises(ValueError):
+        made.load_state_dict({"reducer": {"unknown": 1}, "other": 2})
+
+
+def in_a_process(strategy: str) -> dict[str, Any]:
+    return train(gradsync.connect(timeout_s=20), strategy, 20)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_real_processes_compute_what_threads_do(strategy: str) -> None:
+    processes = run_processes(2, in_a_process, strategy)
+    threads = run_ranks(2, lambda comm: train(comm, strategy, 20))
+    for one, other in zip(processes, threads, strict=True):
+        assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(params_of(one), params_of(other), strict=True))

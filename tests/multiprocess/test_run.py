@@ -1,0 +1,324 @@
+"""``gradsync run`` with real launchers, real workers and real signals."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+GRADSYNC = [sys.executable, "-m", "gradsync.cli.main"]
+START_S = 60.0  # importing torch, in the launcher and then in each worker, on a busy machine
+
+Launch = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    """Start ``gradsync run`` in ``tmp_path``, leading a process group of its own, as a terminal's job does."""
+    started: list[subprocess.Popen[str]] = []
+    ours = ("GRADSYNC_", "TORCHELASTIC_", "PET_", "OMP_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    environment["TMPDIR"] = str(tmp_path)  # a launcher that is killed can't remove its folder
+
+    def launch(*arguments: str) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        command = [*GRADSYNC, "run", *arguments]
+        process = subprocess.Popen(
+            command, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        )
+        started.append(process)
+        return process
+
+    yield launch
+    for process in started:
+        if process.poll() is None:
+            process.kill()  # its workers end with it
+        process.communicate()
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str, str], str]:
+    def write(name: str, text: str) -> str:
+        (tmp_path / name).write_text(textwrap.dedent(text))
+        return name
+
+    return write
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=START_S)
+    return process.returncode, out, err
+
+
+def wait_for_files(folder: Path, pattern: str, count: int) -> list[str]:
+    end = time.monotonic() + START_S
+    while len(found := [path for path in folder.glob(pattern) if path.read_text()]) < count:
+        assert time.monotonic() < end, f"only {found} of {count} files {pattern}"
+        time.sleep(0.05)
+    return [path.read_text() for path in found]
+
+
+def wait_until_gone(pids: list[int], within_s: float) -> None:
+    end = time.monotonic() + within_s
+    for pid in pids:
+        while _is_running(pid):
+            assert time.monotonic() < end, f"process {pid} was left behind"
+            time.sleep(0.05)
+
+
+def _is_running(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def test_a_script_runs_as_python_would_run_it(launch: Launch, write: Callable[[str, str], str], tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    write("sub/beside.py", "ANSWER = 42")
+    script = write(
+        "sub/train.py",
+        """
+        import json, multiprocessing, os, sys, time
+        import torch
+        from torch.utils.data import DataLoader, Dataset
+        import beside
+
+        class Squares(Dataset):
+            def __len__(self):
+                return 4
+            def __getitem__(self, i):
+                return i * i
+
+        if __name__ == "__main__":
+            os.chdir("/")
+            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+            child.start()
+            child.terminate()
+            child.join()
+            loader = DataLoader(Squares(), batch_size=2, num_workers=1, multiprocessing_context="spawn")
+            main = sys.modules["__main__"]
+            said = {
+                "args": sys.argv[1:], "path": sys.path[0], "file": main.__file__, "spec": main.__spec__,
+                "beside": beside.ANSWER, "batches": [batch.tolist() for batch in loader], "child": child.exitcode,
+                "threads": torch.get_num_threads(), "local_world_size": os.environ["LOCAL_WORLD_SIZE"],
+            }
+            print(json.dumps(said), flush=True)
+            sys.exit(0)
+        """,
+    )
+    code, out, err = finish(launch("-n", "1", script, "--lr", "0.1", "-n", "7", "--", "--sync", "x y"))
+    assert (code, err) == (0, "")
+    assert json.loads(out) == {
+        "args": ["--lr", "0.1", "-n", "7", "--", "--sync", "x y"],
+        "path": str(tmp_path / "sub"),
+        "file": str(tmp_path / "sub" / "train.py"),
+        "spec": None,
+        "beside": 42,
+        "batches": [[0, 1], [4, 9]],
+        "child": -signal.SIGTERM,
+        "threads": len(os.sched_getaffinity(0)),
+        "local_world_size": "1",
+    }
+
+
+def test_two_runs_at_once_a_module_and_what_the_launcher_overrides(
+    launch: Launch, write: Callable[[str, str], str]
+) -> None:
+    write(
+        "trainer.py",
+        """
+        import sys
+        import torch
+        import gradsync
+        from gradsync.comm import current_timeout_s
+
+        model = torch.nn.Linear(2, 1)
+        sync = gradsync.synchronize(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy="no_such_strategy")
+        model(torch.ones(1, 2)).sum().backward()
+        comm = gradsync.connect()
+        sys.stdout.write(f"{sys.argv[1:]} {__spec__.name} {comm.rank} of {comm.world_size}, {current_timeout_s()} s\\n")
+        """,
+    )
+    options = ("-m", "--sync", "allreduce", "--timeout-s", "20.5")
+    first = launch("-n", "2", *options, "trainer", "--a=1")
+    second = launch("-n", "1", *options, "--prefix", "trainer")
+    code, out, err = finish(first)
+    assert (code, err) == (0, "")
+    assert sorted(out.splitlines()) == ["['--a=1'] trainer 0 of 2, 20.5 s", "['--a=1'] trainer 1 of 2, 20.5 s"]
+    assert finish(second) == (0, "[0] [] trainer 0 of 1, 20.5 s\n", "")
+
+
+FAIL_OR_DIE = """
+    import os, signal, sys
+    import torch
+    import gradsync
+
+    comm = gradsync.connect()
+
+    def step(number):
+        if comm.rank == 1 and number == 3:
+            if sys.argv[1] == "raise":
+                raise ValueError("boom")
+            os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+        comm.all_reduce(torch.ones(4)).wait()
+
+    for number in range(1_000_000):
+        step(number)
+"""
+
+
+def test_the_failed_ranks_traceback_is_the_first_thing_shown(
+    launch: Launch, write: Callable[[str, str], str], tmp_path: Path
+) -> None:
+    code, out, err = finish(launch("-n", "3", write("train.py", FAIL_OR_DIE), "raise"))
+    lines = err.splitlines()
+    assert (code, out) == (1, "")
+    assert lines[:3] == [
+        "rank 1 failed: ValueError: boom",
+        "Traceback (most recent call last):",
+        f'  File "{tmp_path}/train.py", line 16, in <module>',
+    ]
+    last = lines.index("ValueError: boom")
+    assert len(lines) == last + 3, err
+    for rank, line in zip((0, 2), lines[last + 1 :], strict=True):
+        assert line.startswith(f"rank {rank}: PeerLost: rank 1 was lost")
+        assert line.endswith("it failed with ValueError: boom")
+
+
+def test_a_rank_that_is_killed_is_named_and_the_survivors_say_whom_they_lost(
+    launch: Launch, write: Callable[[str, str], str]
+) -> None:
+    code, out, err = finish(launch("-n", "3", write("train.py", FAIL_OR_DIE), "SIGKILL"))
+    first, *others = err.splitlines()
+    assert (code, out) == (128 + signal.SIGKILL, "")
+    assert first.startswith("rank 1 was killed by SIGKILL")
+    assert [line[: len("rank 0: PeerLost: rank 1 was lost")] for line in others] == [
+        "rank 0: PeerLost: rank 1 was lost",
+        "rank 2: PeerLost: rank 1 was lost",
+    ]
+
+
+def test_a_crash_in_c_shows_pythons_stack_and_the_workers_are_started_again(
+    launch: Launch, write: Callable[[str, str], str], tmp_path: Path
+) -> None:
+    script = write(
+        "train.py",
+        """
+        import ctypes, os, time
+
+        def crash():
+            ctypes.string_at(0)
+
+        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        if attempt == 0:
+            if os.environ["RANK"] == "1":
+                while not os.path.exists("up"):
+                    time.sleep(0.01)
+                crash()
+            open("up", "w").close()
+            time.sleep(600)
+        print(f"done in attempt {attempt}", flush=True)
+        """,
+    )
+    code, out, err = finish(launch("--nproc_per_node=2", "--max-restarts", "1", script))
+    assert (code, out) == (0, "done in attempt 1\n" * 2)
+    assert err.startswith("rank 1 was killed by SIGSEGV\nFatal Python error: Segmentation fault\n")
+    assert f'File "{tmp_path}/train.py", line 5 in crash' in err
+    assert "runpy" not in err
+    assert err.endswith("rank 0: ended by the launcher\nstarting all workers again (1 more times at most)\n")
+
+
+def test_a_rank_that_does_not_come_is_shown_where_it_is(
+    launch: Launch, write: Callable[[str, str], str], tmp_path: Path
+) -> None:
+    script = write(
+        "train.py",
+        """
+        import time
+        import gradsync
+
+        comm = gradsync.connect()
+
+        def read_a_slow_disk():
+            time.sleep(600)
+
+        if comm.rank == 0:
+            read_a_slow_disk()
+        comm.barrier()
+        """,
+    )
+    code, _, err = finish(launch("-n", "2", "--timeout-s", "2", script))
+    lines = err.splitlines()
+    assert code == 1
+    assert lines[0].startswith("rank 0 was given up by the others, while it was here: it did not come to barrier")
+    assert lines[1] == "Stack (most recent call last):"
+    assert f'  File "{tmp_path}/train.py", line 8, in read_a_slow_disk' in lines
+    assert lines[-1].startswith("rank 1: PeerLost: rank 0 was lost in barrier")
+
+
+WAIT = """
+    import os, subprocess, sys, time
+    import gradsync
+    import torch.distributed as dist
+
+    comm = gradsync.connect()
+    child = subprocess.Popen(["sleep", "600"])
+    with open(f"up{comm.rank}", "w") as file:
+        file.write(f"{os.getpid()} {child.pid}")
+    if comm.rank == 0:
+        dist.barrier()  # deep in C, where Python's own handlers are not heard
+    try:
+        time.sleep(600)
+    except KeyboardInterrupt:
+        time.sleep(4)  # a checkpoint takes longer than a deaf main thread is left
+        with open("saved", "w") as file:
+            file.write("a checkpoint")
+        raise
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [(signal.SIGINT, 128 + signal.SIGINT), (signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)],
+)
+def test_all_end_with_the_launcher(
+    launch: Launch, write: Callable[[str, str], str], tmp_path: Path, how: signal.Signals, code: int
+) -> None:
+    process = launch("-n", "2", write("train.py", WAIT))
+    pids = [int(pid) for text in wait_for_files(tmp_path, "up*", 2) for pid in text.split()]
+    time.sleep(0.3)
+    started = time.monotonic()
+    os.killpg(process.pid, how)
+    returned, out, err = finish(process)
+    assert time.monotonic() - started < 15
+    assert (tmp_path / "saved").exists() == (how == signal.SIGINT)
+    assert (returned, out) == (code, "")
+    assert err == ("" if how == signal.SIGKILL else f"ended by {how.name}\n")
+    wait_until_gone(pids, within_s=10.0 if how == signal.SIGKILL else 0.5)
+
+
+def test_two_nodes_each_with_a_launcher(launch: Launch, write: Callable[[str, str], str]) -> None:
+    """The node that has the cause shows it; the other shows who was lost, and why."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    script = write("train.py", FAIL_OR_DIE)
+    where = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port)
+    nodes = [launch(*where, "--node-rank", str(node), "-n", "1", script, "raise") for node in range(2)]
+    (code_0, _, err_0), (code_1, _, err_1) = (finish(node) for node in nodes)
+    assert (code_0, code_1) == (1, 1)
+    assert err_1.startswith("rank 1 failed: ValueError: boom\nTraceback")
+    first, *rest = err_0.splitlines()
+    assert first.startswith("rank 0 failed: PeerLost: rank 1 was lost")
+    assert first.endswith("it failed with ValueError: boom")
+    assert rest[0] == "Traceback (most recent call last):"
