@@ -45,17 +45,22 @@ def _faulty(size: int, check: Check, timeout_s: float) -> list[Any]:
 
 
 def _c10d(size: int, check: Check, timeout_s: float) -> list[Any]:
-    return run_processes(size, _connected, check, timeout_s, timeout_s=60.0)
+    return run_processes(size, _connected, "c10d", check, timeout_s, timeout_s=60.0)
 
 
-def _connected(check: Check, timeout_s: float) -> Any:
-    return check(connect("c10d", timeout_s=timeout_s))
+def _shm(size: int, check: Check, timeout_s: float) -> list[Any]:
+    return run_processes(size, _connected, "shm", check, timeout_s, timeout_s=60.0)
+
+
+def _connected(transport: str, check: Check, timeout_s: float) -> Any:
+    return check(connect(transport, timeout_s=timeout_s))
 
 
 WORLDS = [
     World("solo", 1, _solo),
     *(World("threads", size, _threads) for size in (2, 3, 5)),
     *(World("c10d", size, _c10d) for size in (2, 3)),
+    *(World("shm", size, _shm) for size in (2, 3, 5)),
     World("faulty", 3, _faulty),
 ]
 

@@ -14,8 +14,9 @@ from torch import nn
 import gradsync
 from tests.ranks import run_processes
 
-TIMEOUT_S = 4.0
+TIMEOUT_S = 3.0
 LATEST_S = TIMEOUT_S + 2.0
+TRANSPORTS = ("c10d", "shm")
 
 
 def survivors(outcomes: list[Any], lost: int) -> None:
@@ -28,9 +29,11 @@ def survivors(outcomes: list[Any], lost: int) -> None:
         assert waited_s <= LATEST_S, f"rank {rank} took {waited_s:.1f} s to say: {text}"
 
 
-def train(rank_to_strike: int, how: str, strike_step: int) -> tuple[tuple[int, ...], int | None, float, str] | None:
+def train(
+    transport: str, rank_to_strike: int, how: str, strike_step: int
+) -> tuple[tuple[int, ...], int | None, float, str] | None:
     """Train until a peer is lost; returns how that was seen, and how long after the strike."""
-    comm = gradsync.connect(timeout_s=TIMEOUT_S)
+    comm = gradsync.connect(transport, timeout_s=TIMEOUT_S)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(200, 200) for _ in range(6)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -57,9 +60,10 @@ def strike(how: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("world", "victim"), [(2, 1), (3, 0), (4, 2), (4, 3)])
-def test_a_killed_worker_is_named_by_every_survivor(world: int, victim: int) -> None:
-    outcomes = run_processes(world, train, victim, "kill", 3, timeout_s=40, expect_failure=True)
+def test_a_killed_worker_is_named_by_every_survivor(transport: str, world: int, victim: int) -> None:
+    outcomes = run_processes(world, train, transport, victim, "kill", 3, timeout_s=40, expect_failure=True)
     assert outcomes[victim] == -signal.SIGKILL
     survivors(outcomes, victim)
     for rank, outcome in enumerate(outcomes):
@@ -68,19 +72,20 @@ def test_a_killed_worker_is_named_by_every_survivor(world: int, victim: int) -> 
             assert outcome[1] == 3, "it says the step"
 
 
-def test_a_worker_that_raises_is_named_with_what_it_raised() -> None:
-    outcomes = run_processes(3, train, 1, "exception", 2, timeout_s=40, expect_failure=True)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_worker_that_raises_is_named_with_what_it_raised(transport: str) -> None:
+    outcomes = run_processes(3, train, transport, 1, "exception", 2, timeout_s=40, expect_failure=True)
     survivors(outcomes, 1)
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_frozen_worker_is_named(victim: int) -> None:
-    outcomes = run_processes(3, train, victim, "freeze", 2, timeout_s=20, expect_failure=True)
+@pytest.mark.parametrize(("transport", "victim"), [("c10d", 0), ("c10d", 2), ("shm", 1)])
+def test_a_frozen_worker_is_named(transport: str, victim: int) -> None:
+    outcomes = run_processes(3, train, transport, victim, "freeze", 2, timeout_s=10, expect_failure=True)
     survivors(outcomes, victim)
 
 
-def be_late(late: int) -> tuple[tuple[int, ...], int | None, float, str] | None:
-    comm = gradsync.connect(timeout_s=TIMEOUT_S)
+def be_late(transport: str, late: int) -> tuple[tuple[int, ...], int | None, float, str] | None:
+    comm = gradsync.connect(transport, timeout_s=TIMEOUT_S)
     start_s = time.monotonic()
     try:
         if comm.rank == late:
@@ -91,15 +96,16 @@ def be_late(late: int) -> tuple[tuple[int, ...], int | None, float, str] | None:
     return None
 
 
-def test_a_late_worker_is_named_and_learns_of_it() -> None:
-    outcomes = run_processes(3, be_late, 1, timeout_s=40, expect_failure=True)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_late_worker_is_named_and_learns_of_it(transport: str) -> None:
+    outcomes = run_processes(3, be_late, transport, 1, timeout_s=40, expect_failure=True)
     survivors(outcomes, 1)
     assert isinstance(outcomes[1], tuple)
     assert "gave this rank up" in outcomes[1][3]
 
 
-def uneven_without_join() -> str:
-    comm = gradsync.connect(timeout_s=TIMEOUT_S)
+def uneven_without_join(transport: str) -> str:
+    comm = gradsync.connect(transport, timeout_s=TIMEOUT_S)
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     gradsync.synchronize(model, optimizer)
@@ -113,8 +119,9 @@ def uneven_without_join() -> str:
     return "finished"
 
 
-def test_different_numbers_of_batches_without_join() -> None:
-    outcomes = run_processes(2, uneven_without_join, timeout_s=40)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_different_numbers_of_batches_without_join(transport: str) -> None:
+    outcomes = run_processes(2, uneven_without_join, transport, timeout_s=40)
     assert "different numbers of batches" in outcomes[0]
     assert "sync.join()" in outcomes[0]
     assert outcomes[1] == "finished"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradsync.comm.feed import Feed
+from gradsync.comm.lifeline import Lifeline
 
 ReduceOp = Literal["sum", "max", "min"]
 REDUCE_OPS: tuple[ReduceOp, ...] = ("sum", "max", "min")
@@ -122,6 +123,11 @@ class Communicator(abc.ABC):
         """Let go of what the transport holds. Does not wait for peers. Safe to call twice."""
 
     # -- what follows from it -------------------------------------------------------------------------------------
+
+    @property
+    def lifeline(self) -> Lifeline | None:
+        """What tells the living from the dead, where the transport has one."""
+        return None
 
     def note(self, place: str, *, step: int | None = None) -> None:  # noqa: B027 - only a lifeline tells peers
         """Remember where this rank is ("step 12"), so that an error on a peer can say so."""

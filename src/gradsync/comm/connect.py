@@ -12,10 +12,11 @@ import torch.distributed as dist
 from gradsync.comm.base import DEFAULT_TIMEOUT_S, Communicator, Solo
 from gradsync.comm.c10d import C10d, connect_c10d
 from gradsync.comm.rendezvous import find_place
+from gradsync.comm.segment import can_share_memory
 
 log = logging.getLogger("gradsync")
 
-TRANSPORTS = ("auto", "c10d", "solo")
+TRANSPORTS = ("auto", "c10d", "shm", "solo")
 
 
 class _Process:
@@ -36,7 +37,9 @@ def connect(transport: str = "auto", *, timeout_s: float | None = None) -> Commu
     said): that is also how long any later collective may take before a silent peer is given up
     (:class:`gradsync.PeerLost`).
 
-    ``transport``: ``"auto"``, ``"c10d"`` (Gloo for CPU tensors, NCCL for CUDA ones) or ``"solo"``.
+    ``transport``: ``"c10d"`` (torch.distributed: Gloo for CPU tensors, NCCL for CUDA ones), ``"shm"`` (shared memory,
+    for CPU ranks on one host), ``"solo"``, or ``"auto"``: shared memory where it can be. ``comm.why`` says why it is
+    what it is.
 
     >>> import gradsync
     >>> comm = gradsync.connect()
@@ -66,24 +69,34 @@ def connect(transport: str = "auto", *, timeout_s: float | None = None) -> Commu
 
 
 def _connect(transport: str, timeout_s: float) -> Communicator:
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        return _register(connect_c10d(find_place(), timeout_s=timeout_s, why="the script's own process group"))
     place = find_place()
-    if place.world_size == 1 or transport == "solo":
-        if transport == "c10d":
+    adopted = dist.is_initialized()
+    world_size = dist.get_world_size() if adopted else place.world_size
+    if world_size == 1 or transport == "solo":
+        if transport not in ("auto", "solo"):
             raise ValueError(
-                "transport='c10d' needs a launcher; no torchrun, MPI or Slurm is seen. Use `gradsync run`."
+                f"transport={transport!r} needs a launcher; no torchrun, MPI or Slurm is seen. Use `gradsync run`."
             )
         return Solo(timeout_s=timeout_s)
-    _Process.initialised_torch = True
-    why = f"{place.world_size} ranks, as {place.source} says"
-    return _register(connect_c10d(place, timeout_s=timeout_s, why=why))
-
-
-def _register(comm: C10d) -> C10d:
+    _Process.initialised_torch = not adopted
+    why = "the script's own process group" if adopted else f"{world_size} ranks, as {place.source} says"
+    group = connect_c10d(place, timeout_s=timeout_s, why=why)
     # At a normal exit the others must learn that this rank left in order, and did not die.
     atexit.register(_leave)
-    return comm
+    return group if transport == "c10d" else _faster(group, transport)
+
+
+def _faster(group: C10d, transport: str) -> Communicator:
+    """The group over shared memory where its ranks can have it; else the group, which says why not."""
+    obstacle = can_share_memory(group)
+    if not obstacle:
+        from gradsync.comm.shm import Shm  # Numba takes a second to import
+
+        return Shm(group, why=f"{group.why}; all on one host")
+    if transport == "shm":
+        raise ValueError(f"transport='shm' is not possible here: {obstacle}.")
+    group.why = f"{group.why}; {obstacle}"
+    return group
 
 
 def _leave() -> None:
@@ -99,9 +112,10 @@ def disconnect(*, failure: str = "") -> None:
     with _Process.lock:
         comm, _Process.comm = _Process.comm, None
         ours, _Process.initialised_torch = _Process.initialised_torch, False
-    if isinstance(comm, C10d):
-        broken = bool(comm.lifeline.lost) or bool(failure)
-        comm.lifeline.close(failure)
+    lifeline = comm.lifeline if comm is not None else None
+    if lifeline is not None:
+        broken = bool(lifeline.lost) or bool(failure)
+        lifeline.close(failure)
         # With a peer lost there are collectives under way that will never end, and destroying would wait for them.
         if ours and dist.is_initialized() and not broken:
             dist.destroy_process_group()
@@ -120,5 +134,5 @@ def current_timeout_s() -> float:
 
 def lost_ranks() -> dict[int, str]:
     """The peers that are known to be lost, each with the reason; empty while all is well."""
-    comm = _Process.comm
-    return dict(comm.lifeline.lost) if isinstance(comm, C10d) else {}
+    lifeline = _Process.comm.lifeline if _Process.comm is not None else None
+    return dict(lifeline.lost) if lifeline is not None else {}

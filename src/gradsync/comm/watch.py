@@ -29,14 +29,14 @@ class Watch:
         self.lifeline = lifeline
         self.members = list(members)  # the world's rank of each rank of the group
         self.timeout_s = timeout_s
-        self._key = key
+        self.key = key
         self._count = 0
 
     def enter(self, what: str, *, pair: bool = False) -> Call:
         """Note that a collective begins. A ``pair`` is not counted: most ranks have no part in it."""
         if not pair:
             self._count += 1
-            self.lifeline.enter(self._key, self._count, what)
+            self.lifeline.enter(self.key, self._count, what)
         return Call(self._count, what, time.monotonic())
 
     def check(self, call: Call) -> None:
@@ -56,7 +56,7 @@ class Watch:
             if rank in self.members:
                 raise self._lost(rank, reason, call)
         for rank, whereabouts in list(line.left.items()):
-            count, last = whereabouts.groups.get(self._key, (0, "nothing"))
+            count, last = whereabouts.groups.get(self.key, (0, "nothing"))
             if rank in self.members and count < call.number:
                 reason = (
                     f"it has finished and left (it was at {whereabouts.note or last}; this rank is at "
@@ -82,7 +82,7 @@ class Watch:
         for rank in others:
             count, last = (0, "")
             if rank in whereabouts:
-                count, last = whereabouts[rank].groups.get(self._key, (0, "no collective of this group yet"))
+                count, last = whereabouts[rank].groups.get(self.key, (0, "no collective of this group yet"))
             if rank in whereabouts and count < call.number:
                 behind[rank] = whereabouts[rank].note or last
         late = silent or list(behind)

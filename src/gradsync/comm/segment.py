@@ -1,0 +1,86 @@
+"""Memory that the ranks of one host share.
+
+A segment is an anonymous file (``memfd``): it has no name in any file system, so nobody else can attach to it, and
+nothing is left behind when its last process is gone, however that went. The other ranks reach it through the maker's
+entry in ``/proc``, which the kernel opens to the same user only. And it does not count against a container's small
+``/dev/shm``.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gradsync.comm import futex
+from gradsync.comm.base import Communicator
+from gradsync.comm.objects import all_gather_object, broadcast_object
+
+PAGE_BYTES = mmap.PAGESIZE
+
+
+def host_identity() -> list[str]:
+    """What two processes have in common when they can share memory, and can talk as one host."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    spaces = [os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "net")] if boot.exists() else ["", ""]
+    return [boot.read_text().strip() if boot.exists() else "", *spaces]
+
+
+def can_share_memory(comm: Communicator) -> str:
+    """Why the ranks can't share memory; empty when they can. Blocks: every rank must ask."""
+    able = hasattr(os, "memfd_create") and futex.available()
+    answers = all_gather_object(comm, [able, torch.cuda.is_available(), host_identity()])
+    if any(answer[1] for answer in answers):
+        return "there are GPUs, whose tensors NCCL moves"
+    if any(answer[2] != answers[0][2] for answer in answers):
+        return "the ranks are on several hosts"
+    if not all(answer[0] for answer in answers):
+        return "this system has no memfd, or its futex call is not known"
+    return ""
+
+
+class Segment:
+    """One part a rank, each a whole number of pages, in one mapping that all ranks have. Made by :func:`share`."""
+
+    def __init__(self, mapping: mmap.mmap, num_ranks: int, bytes_per_rank: int) -> None:
+        self._mapping = mapping
+        self.num_ranks = num_ranks
+        self.bytes_per_rank = bytes_per_rank
+        self.address = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
+
+    def address_of(self, rank: int) -> int:
+        return self.address + rank * self.bytes_per_rank
+
+    def view(self, rank: int, numel: int, dtype: torch.dtype, *, offset_bytes: int = 0) -> Tensor:
+        """A rank's part as a flat tensor. The mapping lives as long as any view of it."""
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        offset = rank * self.bytes_per_rank + offset_bytes
+        return torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=offset)
+
+    def views(self, numel: int, dtype: torch.dtype, *, offset_bytes: int = 0) -> Sequence[Tensor]:
+        return [self.view(rank, numel, dtype, offset_bytes=offset_bytes) for rank in range(self.num_ranks)]
+
+
+def share(comm: Communicator, num_bytes: int) -> Segment:
+    """Make a zeroed segment with ``num_bytes`` for each rank. Blocks: every rank must call it."""
+    bytes_per_rank = -(-max(1, num_bytes) // PAGE_BYTES) * PAGE_BYTES
+    total = bytes_per_rank * comm.world_size
+    descriptor = -1
+    try:
+        if comm.rank == 0:
+            descriptor = os.memfd_create("gradsync", os.MFD_CLOEXEC)
+            os.ftruncate(descriptor, total)
+        maker, number = broadcast_object(comm, [os.getpid(), descriptor], src=0)
+        if comm.rank != 0:
+            descriptor = os.open(f"/proc/{maker}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        mapping = mmap.mmap(descriptor, total)
+        comm.barrier()  # the maker's descriptor must stay until all have opened it
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+    return Segment(mapping, comm.world_size, bytes_per_rank)
