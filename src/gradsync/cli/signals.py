@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from types import FrameType
+from typing import NoReturn
 
 from gradsync.cli.failures import Attempt, describe_given_up, is_ours
 from gradsync.comm import current_timeout_s, lost_ranks
@@ -36,10 +37,10 @@ class SignalWatch:
     def __init__(self, rank: int, attempt: Attempt | None) -> None:
         self._rank = rank
         self._attempt = attempt
-        self._parent_pid = os.getppid()
         self._interrupt_heard = threading.Event()
         self._reader, self._writer = socket.socketpair()
         self._held = threading.local()  # the signals that a thread had blocked before it forked
+        self._exiting = False
         self.told_to_end = False  # SIGTERM has come
         self.failed = False  # the script has raised, and what is left is its clean-up
 
@@ -93,17 +94,27 @@ class SignalWatch:
                 threading.Thread(target=self._end_if_deaf, daemon=True).start()
 
     def _end(self) -> None:
-        self.told_to_end = True
-        if os.getppid() != self._parent_pid and os.getpgrp() == os.getpid():
-            os.killpg(0, signal.SIGKILL)  # the launcher is gone, and nobody else ends what this process has started
-        if self._may_be_peer_lost() and self._learns_of_loss():
+        first, self.told_to_end = not self.told_to_end, True
+        # A second SIGTERM means it: the launcher has been ended too, or a scheduler has lost its patience.
+        if first and self._may_be_peer_lost() and self._learns_of_loss():
             if self._rank in lost_ranks():
                 self._say_where_it_is(lost_ranks()[self._rank])
-                os._exit(128 + signal.SIGTERM)
+                self._exit()
             patience_s = CLEAN_UP_S if self.failed else current_timeout_s() + PEER_LOST_MARGIN_S
             if self._attempt is not None:
                 self._attempt.write_patience_s(self._rank, patience_s)
             time.sleep(patience_s)  # the main thread raises, and ends the process, before this is over
+        self._exit()
+
+    def _exit(self) -> NoReturn:
+        """End this process, and what it has started: if the launcher was killed, nobody else does.
+
+        Whether the launcher still lives can't be asked: the kernel signals when its main thread ends, and for a moment
+        the process is there with its other threads.
+        """
+        if self._attempt is not None and os.getpgrp() == os.getpid() and not self._exiting:
+            self._exiting = True
+            os.killpg(0, signal.SIGTERM)  # as torchelastic would; comes back to this process too
         os._exit(128 + signal.SIGTERM)
 
     def _may_be_peer_lost(self) -> bool:

@@ -17,6 +17,7 @@ Nothing runs in the background. Work moves on when somebody asks: at its start, 
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -49,6 +50,9 @@ MAILBOXES = SLOTS + 2 * SLOT_BYTES
 MAILBOX_BYTES = MAIL + SLOT_BYTES
 
 
+_BUSY: weakref.WeakSet[Shm] = weakref.WeakSet()  # this process's communicators that have work under way
+
+
 class Shm(Communicator):
     """Ranks on one host that share memory. Made on top of a torch.distributed group, through which they meet."""
 
@@ -64,6 +68,7 @@ class Shm(Communicator):
         self._parts = [self._control.address_of(rank) for rank in range(self.world_size)]
         self._here = self._parts[self.rank]
         self.slots = [np.array([part + SLOTS + parity * SLOT_BYTES for part in self._parts]) for parity in range(2)]
+        self._lock = threading.RLock()
         self._reserved = 0  # turns
         self._queue: deque[ShmWork] = deque()
         self._mail: dict[tuple[int, int], deque[ShmWork]] = {}
@@ -208,8 +213,10 @@ class Shm(Communicator):
         self._pieces[src, dst] = first - 1 + -(-tensor.nbytes // SLOT_BYTES)
         mailbox = self._parts[src] + MAILBOXES + dst * MAILBOX_BYTES
         work = Mail(self, call, tensor, mailbox, first, sends=sends)
-        self._mail.setdefault((src, dst), deque()).append(work)
-        self.progress(spins=1)
+        with self._lock:
+            self._mail.setdefault((src, dst), deque()).append(work)
+            _BUSY.add(self)
+            self.progress(spins=1)
         return work
 
     def barrier(self) -> None:
@@ -265,28 +272,40 @@ class Shm(Communicator):
         return self._begin(work)
 
     def _begin(self, work: ShmWork) -> Work:
-        self._queue.append(work)
-        self.progress(spins=1)
+        with self._lock:
+            self._queue.append(work)
+            _BUSY.add(self)
+            self.progress(spins=1)
         return work
 
     def progress(self, *, spins: int) -> None:
         """Move on what is under way, waiting at most ``spins`` looks at a time."""
-        queue = self._queue
-        while queue and queue[0].advance(spins):
-            queue.popleft()
-        for work in queue:  # the first is stuck; those behind it that need no slot may go on as far as they can
-            if not isinstance(work, InPlace):
-                break
-            work.advance(1)
-        for letters in self._mail.values():
-            while letters and letters[0].advance(spins if not queue else 1):
-                letters.popleft()
+        with self._lock:
+            queue = self._queue
+            while queue and queue[0].advance(spins):
+                queue.popleft()
+            # The first is stuck. Those behind it that need no slot may arrive, and be summed as far as all have come.
+            in_place: list[InPlace] = []
+            for work in queue:
+                if not isinstance(work, InPlace):
+                    break
+                work.arrive()
+                in_place.append(work)
+            for work in in_place:
+                if not work.sum_slice(1):
+                    break
+            for letters in self._mail.values():
+                while letters and letters[0].advance(spins if not queue else 1):
+                    letters.popleft()
+            if not queue and not any(self._mail.values()):
+                _BUSY.discard(self)
 
     def finish(self, work: ShmWork) -> None:
         """Block until a work is over: spin, then offer the core to others, then sleep until a peer rings."""
         tries = 0
         self.progress(spins=SPINS)
         while not work.over:
+            self._help_others()
             tries += 1
             if tries < YIELDS:
                 os.sched_yield()
@@ -294,6 +313,15 @@ class Shm(Communicator):
                 self._nap(work)
                 self._watch.check(work.call)
             self.progress(spins=SPINS)
+
+    def _help_others(self) -> None:
+        """Move on the other groups too: a peer may wait for this rank's part there before it comes here."""
+        for other in list(_BUSY):
+            if other is not self and other._lock.acquire(blocking=False):
+                try:
+                    other.progress(spins=1)
+                finally:
+                    other._lock.release()
 
     def _nap(self, work: ShmWork) -> None:
         bell = load(self._here + DOORBELL)

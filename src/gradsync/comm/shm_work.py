@@ -74,18 +74,23 @@ class InPlace(ShmWork):
         self._op = op
         self._arrived = self._summed = False
 
-    def advance(self, spins: int) -> bool:
-        floor = self._floor
+    def arrive(self) -> None:
+        """Let the others see this rank's buffer. May come before earlier work in place is over."""
         if not self._arrived:
             self._arrived = True
-            floor.arrive(self._number)
-        if not self._summed:
-            if not floor.all_arrived(self._number, spins):
-                return False
+            self._floor.arrive(self._number)
+
+    def sum_slice(self, spins: int) -> bool:
+        """Do this rank's part once all are there; True when it is done. Only in the order of the turns."""
+        if not self._summed and self._floor.all_arrived(self._number, spins):
+            sum_rows(self._rows, self._dtype, *self._floor.slice_of(self._numel), self._op)
             self._summed = True
-            sum_rows(self._rows, self._dtype, *floor.slice_of(self._numel), self._op)
-            floor.declare_done(self._number)
-        self.over = floor.all_done(self._number, spins)
+            self._floor.declare_done(self._number)
+        return self._summed
+
+    def advance(self, spins: int) -> bool:
+        self.arrive()
+        self.over = self.sum_slice(spins) and self._floor.all_done(self._number, spins)
         return self.over
 
 

@@ -1,0 +1,199 @@
+"""The shared-memory transport: random collectives under random delays, deaths at random moments, and what is left."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import gradsync
+from gradsync.comm import Communicator
+from gradsync.comm.shm import Shm
+from tests.ranks import run_processes
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8)
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5}
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randint(0, 20, shape, generator=generator).to(dtype)
+
+
+def agree(got: torch.Tensor, rows: list[torch.Tensor]) -> bool:
+    expected = torch.stack([row.double() for row in rows]).sum(0)
+    return torch.allclose(got.double(), expected, rtol=TOLERANCE.get(got.dtype, 1e-12), atol=1e-2 * len(rows))
+
+
+class Storm:
+    """One rank's part in a sequence of collectives that a seed decides, the same on all ranks."""
+
+    def __init__(self, comm: Communicator, seed: int) -> None:
+        self.comm = comm
+        self.rng = random.Random(seed)  # what happens: the same everywhere
+        self.own = random.Random(seed * 1000 + comm.rank)  # when it happens: each rank its own
+        self.buffers = {dtype: comm.allocate(60_000, dtype, torch.device("cpu")) for dtype in DTYPES}
+        self.checks: list[str] = []
+
+    def run(self, count: int) -> list[str]:
+        for number in range(count):
+            self.collective(number)
+        return self.checks
+
+    def collective(self, number: int) -> None:
+        n, rank, rng = self.comm.world_size, self.comm.rank, self.rng
+        kind = rng.choice(
+            ["all_reduce"] * 3 + ["in_place"] * 3 + ["all_gather", "broadcast", "reduce_scatter", "all_to_all"]
+        )
+        dtype = rng.choice(DTYPES)
+        size = rng.choice([1, 7, 64, 1000, 33_000, rng.randrange(1, 200_000)])
+        src = rng.randrange(n)
+        if self.own.random() < 0.1:
+            time.sleep(self.own.random() * 0.003)
+        if kind == "in_place":
+            self.in_place(number, rng.randrange(1, 5))
+            return
+        if kind in ("all_reduce", "broadcast", "all_gather"):
+            rows = [values((size,), dtype, number * 100 + r) for r in range(n)]
+            mine = rows[rank].clone()
+            if kind == "all_reduce":
+                self.comm.all_reduce(mine).wait()
+                good = agree(mine, rows)
+            elif kind == "broadcast":
+                self.comm.broadcast(mine, src).wait()
+                good = torch.equal(mine, rows[src])
+            else:
+                out = torch.empty(n, size, dtype=dtype)
+                self.comm.all_gather(mine, out=out).wait()
+                good = torch.equal(out, torch.stack(rows))
+        else:
+            size = min(size, 40_000)
+            tables = [values((n, size), dtype, number * 100 + r) for r in range(n)]
+            if kind == "reduce_scatter":
+                out = torch.empty(size, dtype=dtype)
+                self.comm.reduce_scatter(tables[rank], out=out).wait()
+                good = agree(out, [table[rank] for table in tables])
+            else:
+                out = torch.empty(n, size, dtype=dtype)
+                self.comm.all_to_all(tables[rank], out=out).wait()
+                good = torch.equal(out, torch.stack([table[rank] for table in tables]))
+        self.note(number, kind, dtype, size, good)
+
+    def in_place(self, number: int, together: int) -> None:
+        """Several buckets at once, waited for in the order of the plan, as an engine does."""
+        dtypes = self.rng.sample(DTYPES, together)
+        sizes = [self.rng.randrange(1, 60_000) for _ in dtypes]
+        works = []
+        for at, (dtype, size) in enumerate(zip(dtypes, sizes, strict=True)):
+            self.buffers[dtype][:size].copy_(values((size,), dtype, number * 100 + at * 10 + self.comm.rank))
+            works.append(self.comm.all_reduce(self.buffers[dtype][:size]))
+            if self.own.random() < 0.2:
+                time.sleep(self.own.random() * 0.002)
+            if self.own.random() < 0.5:
+                works[0].done()
+        for work in works:
+            work.wait()
+        for at, (dtype, size) in enumerate(zip(dtypes, sizes, strict=True)):
+            rows = [values((size,), dtype, number * 100 + at * 10 + r) for r in range(self.comm.world_size)]
+            self.note(number, "in_place", dtype, size, agree(self.buffers[dtype][:size], rows))
+
+    def note(self, number: int, kind: str, dtype: torch.dtype, size: int, good: bool) -> None:
+        if not good:
+            self.checks.append(f"{number}: {kind} {dtype} of {size}")
+
+
+def storm(seed: int, count: int) -> tuple[list[str], int]:
+    comm = gradsync.connect("shm", timeout_s=30)
+    assert isinstance(comm, Shm)
+    return Storm(comm, seed).run(count), comm._reserved
+
+
+@pytest.mark.parametrize("world", [2, 3, 5, 8])
+def test_a_thousand_random_collectives_agree_with_a_float64_sum(world: int) -> None:
+    outcomes = run_processes(world, storm, world, 250, timeout_s=100)
+    for wrong, turns in outcomes:
+        assert wrong == []
+        assert turns == outcomes[0][1] > 250
+
+
+def waits_in_another_order() -> list[float]:
+    comm = gradsync.connect("shm", timeout_s=20)
+    one, two = comm.clone(), comm.clone()
+    buffers = [group.allocate(10_000, torch.float32, torch.device("cpu")) for group in (one, two)]
+    for _ in range(20):
+        works = []
+        for group, buffer in zip((one, two), buffers, strict=True):
+            buffer.fill_(1.0)
+            works.append(group.all_reduce(buffer))
+        for work in works if comm.rank == 0 else reversed(works):
+            work.wait()
+    return [float(buffer.sum()) for buffer in buffers]
+
+
+def test_groups_may_be_waited_for_in_any_order() -> None:
+    assert run_processes(2, waits_in_another_order) == [[20_000.0, 20_000.0]] * 2
+
+
+def twice(seed: int) -> list[bytes]:
+    """The bits of the same sums, twice."""
+    comm = gradsync.connect("shm", timeout_s=20)
+    seen = []
+    for _ in range(2):
+        buffer = comm.allocate(5_000, torch.float32, torch.device("cpu"))
+        buffer.copy_(values((5_000,), torch.float32, seed + comm.rank))
+        comm.all_reduce(buffer).wait()
+        staged = values((300_000,), torch.float32, seed + comm.rank)
+        comm.all_reduce(staged).wait()
+        seen.append(buffer.numpy().tobytes() + staged.numpy().tobytes())
+    return seen
+
+
+def test_the_same_inputs_give_the_same_bits_on_every_run_and_rank() -> None:
+    assert len({bits for rank in run_processes(3, twice, 5) for bits in rank}) == 1
+
+
+def die_at_a_random_moment(seed: int) -> str:
+    comm = gradsync.connect("shm", timeout_s=5)
+    rng = random.Random(seed)
+    victim, after_s = rng.randrange(comm.world_size), rng.random() * 0.3
+    if comm.rank == victim:
+        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        signal.setitimer(signal.ITIMER_REAL, after_s)
+    start_s = time.monotonic()
+    try:
+        while time.monotonic() - start_s < 20:
+            Storm(comm, seed).run(10)  # allocates too: segments come and go
+    except gradsync.PeerLost as lost:
+        in_time = time.monotonic() - start_s < after_s + 5 + 2
+        return "raised" if lost.ranks == (victim,) and in_time else f"{lost} (in time: {in_time}; {victim=})"
+    return "never noticed"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_kill_at_a_random_moment_is_noticed_and_leaves_nothing(seed: int) -> None:
+    before = set(os.listdir("/dev/shm"))
+    outcomes = run_processes(3, die_at_a_random_moment, seed, expect_failure=True, timeout_s=40)
+    assert sorted(str(outcome) for outcome in outcomes) == ["-9", "raised", "raised"]
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def names_in_the_file_system() -> list[str]:
+    comm = gradsync.connect("shm", timeout_s=20)
+    comm.allocate(1000, torch.float32, torch.device("cpu"))
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [
+        line.split(maxsplit=5)[-1] for line in lines if "gradsync" in line and ".so" not in line and "/src/" not in line
+    ]
+
+
+def test_segments_have_no_name_that_others_could_open() -> None:
+    for names in run_processes(2, names_in_the_file_system):
+        assert names
+        assert all(name == "/memfd:gradsync (deleted)" for name in names)
