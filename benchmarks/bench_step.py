@@ -36,7 +36,7 @@ from benchmarks.step_worker import VARIANTS  # noqa: E402
 
 WORKERS = 2
 SAME_HOST = "same"
-BASELINE = "ddp"
+BASELINES = ("ddp", "compute")
 
 
 def measure(link: str, *, variants: Sequence[str], rounds: int, steps: int, timeout_s: float) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def free_port() -> int:
 
 
 def summarize(measured: dict[str, Any], *, counted: bool) -> dict[str, dict[str, Any]]:
-    """Reduce each variant's steps to medians, and each round to a ratio to DDP's steps of the same round.
+    """Reduce each variant's steps to medians, and each round to ratios to DDP's and bare steps of the same round.
 
     counted: the interface carried nothing but one worker's traffic (on loopback it carries everybody's).
     """
@@ -78,11 +78,12 @@ def summarize(measured: dict[str, Any], *, counted: bool) -> dict[str, dict[str,
         sent = statistics.median(measured["sent_bytes_per_step"][name])
         summary[name] = {
             "median_step_s": statistics.median(seconds for block in blocks for seconds in block),
-            "ratio_to_ddp": None,
             "sent_bytes_per_step": round(sent) if counted else None,
         }
-        if name != BASELINE and BASELINE in rounds:
-            summary[name]["ratio_to_ddp"] = paired_ratio(rounds[name], rounds[BASELINE]).as_dict()
+        for baseline in BASELINES:
+            measured_too = name != baseline and baseline in rounds
+            ratio = paired_ratio(rounds[name], rounds[baseline]).as_dict() if measured_too else None
+            summary[name][f"ratio_to_{baseline}"] = ratio
     return summary
 
 
@@ -91,13 +92,14 @@ def table_of(summaries: dict[str, dict[str, dict[str, Any]]]) -> Table:
     table = Table(title="A training step, 2 workers: 16.9 M parameters, 68 MB of gradients")
     for column in ("link", "variant"):
         table.add_column(column)
-    for column in ("step, ms", "times DDP's (95 %)", "sent, MB"):
+    for column in ("step, ms", "times DDP's (95 %)", "times compute's (95 %)", "sent, MB"):
         table.add_column(column, justify="right")
     for link, summary in summaries.items():
         for name, row in summary.items():
-            ratio = "" if row["ratio_to_ddp"] is None else str(PairedRatio(**row["ratio_to_ddp"]))
+            ratios = [row[f"ratio_to_{baseline}"] for baseline in BASELINES]
+            shown = ["" if ratio is None else str(PairedRatio(**ratio)) for ratio in ratios]
             sent = "" if row["sent_bytes_per_step"] is None else f"{row['sent_bytes_per_step'] / 1e6:.1f}"
-            table.add_row(link, VARIANTS[name].title, f"{row['median_step_s'] * 1e3:.0f}", ratio, sent)
+            table.add_row(link, VARIANTS[name].title, f"{row['median_step_s'] * 1e3:.0f}", *shown, sent)
         table.add_section()
     return table
 
@@ -124,7 +126,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--links", default="same,1gbit", help='"same" host, "unlimited", or a rate (default: same,1gbit)'
     )
-    parser.add_argument("--variants", default="compute,ddp,gradsync", help=f"of {','.join(VARIANTS)}")
+    parser.add_argument("--variants", default="compute,ddp,gradsync,gradsync_shm", help=f"of {','.join(VARIANTS)}")
     parser.add_argument("--rounds", type=int, default=20, help="pairs for the interval (default: 20)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a variant in a round (default: 5)")
     parser.add_argument("--timeout-s", type=float, default=1800.0, help="for each link (default: 1800)")
@@ -147,12 +149,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     links: dict[str, Any] = {}
     summaries: dict[str, dict[str, dict[str, Any]]] = {}
     for link in options.links.split(","):
-        blocks = f"{options.rounds} rounds of {options.steps} steps of {', '.join(options.variants)}"
+        variants = [name for name in options.variants if link == SAME_HOST or not VARIANTS[name].one_host_only]
+        blocks = f"{options.rounds} rounds of {options.steps} steps of {', '.join(variants)}"
         with console.status(f"{link}: {blocks}"):
             try:
                 links[link] = measure(
                     link,
-                    variants=options.variants,
+                    variants=variants,
                     rounds=options.rounds,
                     steps=options.steps,
                     timeout_s=options.timeout_s,

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsync
+from gradsync.comm.c10d import C10d
+from gradsync.comm.shm import Shm
 
 VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS, BATCH, TOKENS = 4096, 128, 512, 4, 8, 4, 64
 
@@ -53,6 +55,7 @@ class Variant:
 
     title: str
     attach: Attach  # returns the module that the loop calls
+    one_host_only: bool = False
 
 
 def _compute_only(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync.Communicator) -> nn.Module:
@@ -67,6 +70,13 @@ def _ddp_view(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
+def _gradsync_shm(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync.Communicator) -> nn.Module:
+    group = comm.clone()
+    assert isinstance(group, C10d)
+    gradsync.synchronize(model, optimizer, comm=Shm(group, why="the benchmark asks for it"))
+    return model
+
+
 def _gradsync(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync.Communicator) -> nn.Module:
     gradsync.synchronize(model, optimizer, comm=comm)
     return model
@@ -77,7 +87,8 @@ VARIANTS: dict[str, Variant] = {
     "compute": Variant(title="compute only", attach=_compute_only),
     "ddp": Variant(title="DDP", attach=_ddp),
     "ddp_view": Variant(title="DDP, bucket views", attach=_ddp_view),
-    "gradsync": Variant(title="gradsync", attach=_gradsync),
+    "gradsync": Variant(title="gradsync, c10d", attach=_gradsync),
+    "gradsync_shm": Variant(title="gradsync, shm", attach=_gradsync_shm, one_host_only=True),
 }
 
 
@@ -137,7 +148,7 @@ def main() -> None:
     names = options.variants.split(",")
 
     torch.set_num_threads(1)
-    comm = gradsync.connect()
+    comm = gradsync.connect("c10d")
     steps = {name: make_step(VARIANTS[name], comm, seed=0) for name in names}
     for step in steps.values():
         for _ in range(3):  # both DDP and gradsync lay their buckets out anew after the first

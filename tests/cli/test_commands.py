@@ -84,7 +84,7 @@ def test_info_tells_what_there_is() -> None:
     assert found["backends"]["gloo"] is True
     assert found["cores"]["usable"] >= 1
     assert "127.0.0.1" in {address for interface in found["interfaces"] for address in interface["addresses"]}
-    assert found["place"] == {"rank": 0, "world size": 1, "source": "nothing"}
+    assert found["place"] == {"rank": 0, "world size": 1, "on this host": 1, "source": "nothing"}
     assert found["transport"]["auto"] == "solo"
     assert "allreduce" in found["strategies"]
 
@@ -94,7 +94,7 @@ def test_info_says_which_transport_and_why(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     found = json.loads(gradsync("info", "--json").output)
-    assert found["place"] == {"rank": 1, "world size": 4, "source": "torchrun"}
+    assert found["place"] == {"rank": 1, "world size": 4, "on this host": 1, "source": "torchrun"}
     assert found["transport"]["auto"] == "c10d"
     assert "4 ranks, as torchrun says" in found["transport"]["why"]
     shown = gradsync("info").output

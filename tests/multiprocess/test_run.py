@@ -226,7 +226,7 @@ def test_a_crash_in_c_shows_pythons_stack_and_the_workers_are_started_again(
                     time.sleep(0.01)
                 crash()
             open("up", "w").close()
-            time.sleep(600)
+            time.sleep(120)
         print(f"done in attempt {attempt}", flush=True)
         """,
     )
@@ -250,7 +250,7 @@ def test_a_rank_that_does_not_come_is_shown_where_it_is(
         comm = gradsync.connect()
 
         def read_a_slow_disk():
-            time.sleep(600)
+            time.sleep(120)
 
         if comm.rank == 0:
             read_a_slow_disk()
@@ -272,13 +272,13 @@ WAIT = """
     import torch.distributed as dist
 
     comm = gradsync.connect()
-    child = subprocess.Popen(["sleep", "600"])
+    child = subprocess.Popen(["sleep", "120"])
     with open(f"up{comm.rank}", "w") as file:
         file.write(f"{os.getpid()} {child.pid}")
     if comm.rank == 0:
         dist.barrier()  # deep in C, where Python's own handlers are not heard
     try:
-        time.sleep(600)
+        time.sleep(120)
     except KeyboardInterrupt:
         time.sleep(4)  # a checkpoint takes longer than a deaf main thread is left
         with open("saved", "w") as file:

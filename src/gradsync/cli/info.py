@@ -128,7 +128,12 @@ def _find_place() -> dict[str, Any]:
         place = find_place()
     except ValueError as error:  # half an environment: say so, and go on with the rest
         return {"problem": str(error)}
-    return {"rank": place.rank, "world size": place.world_size, "source": place.source}
+    return {
+        "rank": place.rank,
+        "world size": place.world_size,
+        "on this host": place.local_world_size,
+        "source": place.source,
+    }
 
 
 def _transport(place: dict[str, Any]) -> dict[str, Any]:
@@ -137,9 +142,12 @@ def _transport(place: dict[str, Any]) -> dict[str, Any]:
         return {"auto": "none", "why": place["problem"]}
     if place["world size"] == 1:
         return {"auto": Solo.transport, "why": Solo.why, "timeout_s": DEFAULT_TIMEOUT_S}
-    backends = "Gloo for CPU tensors" + (", NCCL for CUDA ones" if torch.cuda.is_available() else "")
-    why = f"{place['world size']} ranks, as {place['source']} says; {backends}"
-    return {"auto": "c10d", "why": why, "timeout_s": DEFAULT_TIMEOUT_S}
+    said = f"{place['world size']} ranks, as {place['source']} says"
+    if torch.cuda.is_available():
+        return {"auto": "c10d", "why": f"{said}; NCCL for CUDA tensors", "timeout_s": DEFAULT_TIMEOUT_S}
+    if place["on this host"] == place["world size"]:
+        return {"auto": "shm", "why": f"{said}; all on this host", "timeout_s": DEFAULT_TIMEOUT_S}
+    return {"auto": "c10d", "why": f"{said}; on several hosts: Gloo", "timeout_s": DEFAULT_TIMEOUT_S}
 
 
 def _lines(facts: Any) -> list[str]:
