@@ -83,7 +83,7 @@ def _serve() -> None:
     import torch._dynamo  # the optimizers import it at their first step, and it takes as long as torch itself
     import torch.distributed
 
-    for name in ("hypothesis", "numpy", "pytest"):  # what test modules import
+    for name in ("hypothesis", "numba", "numpy", "pytest"):  # what test modules, and gradsync, import
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     assert threading.active_count() == 1

@@ -104,7 +104,7 @@ def under_open_mpi() -> tuple[int, int, float, str]:
 
 def test_processes_meet_with_open_mpis_variables_alone() -> None:
     for rank, outcome in enumerate(run_processes(3, under_open_mpi)):
-        assert outcome == (rank, 3, 3.0, "3 ranks, as Open MPI says")
+        assert outcome == (rank, 3, 3.0, "3 ranks, as Open MPI says; all on one host")
 
 
 def with_a_group_of_the_scripts_own() -> tuple[str, float, float]:
@@ -120,11 +120,14 @@ def with_a_group_of_the_scripts_own() -> tuple[str, float, float]:
 
 
 def test_a_process_group_of_the_scripts_own_is_used() -> None:
-    assert run_processes(2, with_a_group_of_the_scripts_own) == [("the script's own process group", 2.0, 2.0)] * 2
+    assert (
+        run_processes(2, with_a_group_of_the_scripts_own)
+        == [("the script's own process group; all on one host", 2.0, 2.0)] * 2
+    )
 
 
 def test_connect_says_what_it_can() -> None:
-    with pytest.raises(ValueError, match="auto, c10d, solo"):
+    with pytest.raises(ValueError, match="auto, c10d, shm, solo"):
         gradsync.connect("carrier pigeon")
     with pytest.raises(ValueError, match="already connected over 'solo'"):
         gradsync.connect("auto") and gradsync.connect("c10d")

@@ -23,6 +23,7 @@ ir: Any = importlib.import_module("llvmlite.ir")
 intrinsic: Any = importlib.import_module("numba.extending").intrinsic
 
 LINE_BYTES = 128  # a cache line, and the one that the prefetcher brings along
+SUM, MAX, MIN = range(3)
 BLOCK = 2048  # values summed at a time: of 8 ranks they still fit the first-level cache
 
 _I64 = ir.IntType(64)
@@ -70,7 +71,7 @@ def _pointer(typing_context: Any, address: Any) -> Any:
     return types.voidptr(types.int64), generate
 
 
-@numba.njit("b1(i8, i8, i8, i8, i8)", nogil=True)
+@numba.njit("b1(i8, i8, i8, i8, i8)", nogil=True, cache=True)
 def wait_all(address: int, stride_bytes: int, num_ranks: int, value: int, spins: int) -> bool:
     """Whether every rank's counter has reached ``value``, looking at most ``spins`` times at each."""
     for rank in range(num_ranks):
@@ -83,7 +84,7 @@ def wait_all(address: int, stride_bytes: int, num_ranks: int, value: int, spins:
     return True
 
 
-@numba.njit("i8(i8, i8, i8, i8, i8)", nogil=True)
+@numba.njit("i8(i8, i8, i8, i8, i8)", nogil=True, cache=True)
 def publish(address: int, value: int, sleeping: int, stride_bytes: int, num_ranks: int) -> int:
     """Set this rank's counter; returns how many ranks sleep and must be woken."""
     _store_and_fence(address, value)
@@ -93,13 +94,13 @@ def publish(address: int, value: int, sleeping: int, stride_bytes: int, num_rank
     return sleepers
 
 
-@numba.njit("void(i8, i8)", nogil=True)
+@numba.njit("void(i8, i8)", nogil=True, cache=True)
 def store(address: int, value: int) -> None:
     """Set a word that no sleeper waits for."""
     _store_and_fence(address, value)
 
 
-@numba.njit("i8(i8)", nogil=True)
+@numba.njit("i8(i8)", nogil=True, cache=True)
 def load(address: int) -> int:
     """Read a word, and whatever was written before it was set."""
     value: int = _load_acquire(address)
@@ -117,6 +118,15 @@ NUMBA_DTYPES: dict[torch.dtype, Any] = {
 }
 
 
+@numba.njit(inline="always")
+def _combine(a: Any, b: Any, code: int) -> Any:
+    if code == SUM:
+        return a + b
+    if code == MAX:
+        return a if a > b or a != a else b  # a NaN stays, as with torch
+    return a if a < b or a != a else b
+
+
 @functools.cache
 def reduce_kernel(dtype: torch.dtype, op: str) -> Callable[[Any, int, int, int, bool], None]:
     """Compile the kernel for a dtype: ``(addresses of inputs, out address, first, end, everywhere)``.
@@ -125,7 +135,7 @@ def reduce_kernel(dtype: torch.dtype, op: str) -> Callable[[Any, int, int, int, 
     every input.
     """
     kind = NUMBA_DTYPES[dtype]
-    combine = {"sum": _add, "max": _larger, "min": _smaller}[op]
+    code = {"sum": SUM, "max": MAX, "min": MIN}[op]  # a constant of the compiled code, which Numba can keep on disk
 
     def reduce(inputs: Any, out: int, first: int, end: int, everywhere: bool) -> None:
         num_ranks = len(inputs)
@@ -134,13 +144,13 @@ def reduce_kernel(dtype: torch.dtype, op: str) -> Callable[[Any, int, int, int, 
             b = numba.carray(_pointer(inputs[1]), end, kind)
             if everywhere:
                 for i in range(first, end):
-                    value = combine(a[i], b[i])
+                    value = _combine(a[i], b[i], code)
                     a[i] = value
                     b[i] = value
             else:
                 c = numba.carray(_pointer(out), end, kind)
                 for i in range(first, end):
-                    c[i] = combine(a[i], b[i])
+                    c[i] = _combine(a[i], b[i], code)
             return
         total = np.empty(BLOCK, kind)
         for begin in range(first, end, BLOCK):
@@ -151,28 +161,12 @@ def reduce_kernel(dtype: torch.dtype, op: str) -> Callable[[Any, int, int, int, 
             for rank in range(1, num_ranks):
                 row = numba.carray(_pointer(inputs[rank]), end, kind)
                 for i in range(width):
-                    total[i] = combine(total[i], row[begin + i])
+                    total[i] = _combine(total[i], row[begin + i], code)
             for rank in range(num_ranks if everywhere else 1):
                 row = numba.carray(_pointer(inputs[rank] if everywhere else out), end, kind)
                 for i in range(width):
                     row[begin + i] = total[i]
 
-    compiled: Callable[[Any, int, int, int, bool], None] = numba.njit("void(i8[::1], i8, i8, i8, b1)", nogil=True)(
-        reduce
-    )
+    signature = "void(i8[::1], i8, i8, i8, b1)"
+    compiled: Callable[[Any, int, int, int, bool], None] = numba.njit(signature, nogil=True, cache=True)(reduce)
     return compiled
-
-
-@numba.njit(inline="always")
-def _add(a: Any, b: Any) -> Any:
-    return a + b
-
-
-@numba.njit(inline="always")
-def _larger(a: Any, b: Any) -> Any:
-    return a if a > b or a != a else b  # a NaN stays, as with torch
-
-
-@numba.njit(inline="always")
-def _smaller(a: Any, b: Any) -> Any:
-    return a if a < b or a != a else b
