@@ -20,8 +20,9 @@ from tests.ranks import run_processes
 WORLDS = (2, 3, 4)
 OPTIMIZER_NAMES = ("sgd", "adamw")
 DTYPES = (torch.float64, torch.float32)
-TRANSPORTS = ("c10d", "shm")
-RANDOM_SEEDS = range(1000, 1012)  # the random models that the real transports run; threads draw new ones each time
+# On Gloo every number of ranks; another transport changes how bits move, not what they mean: one number will do.
+PLACES = [("c10d", 2), ("c10d", 3), ("c10d", 4), ("shm", 3)]
+RANDOM_SEEDS = range(1000, 1006)  # the random models that the real transports run; threads run more of them
 TOLERANCE = 1e-9
 GRANTED = 2.0  # in float32: at most twice as far from the float64 run as one float32 process is
 
@@ -44,26 +45,31 @@ def distance(params: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) ->
     return float(off.norm() / torch.cat([value.reshape(-1).abs() for value in exact.values()]).norm())
 
 
-def check(case: str | int, optimizer: str, world: int, doubles: list[Outcome], floats: list[Outcome]) -> None:
+def check_bits(outcomes: list[Outcome]) -> None:
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.digests == outcomes[0].digests, f"rank {rank}'s bits differ from rank 0's after some step"
+        for name, param in outcome.params.items():
+            assert torch.equal(param, outcomes[0].params[name]), f"rank {rank} ended with another {name}"
+
+
+def check_doubles(case: str | int, optimizer: str, world: int, outcomes: list[Outcome]) -> None:
+    check_bits(outcomes)
     exact = reference(case, optimizer, torch.float64, world)
-    for outcomes in (doubles, floats):
-        for rank, outcome in enumerate(outcomes):
-            assert outcome.digests == outcomes[0].digests, f"rank {rank}'s bits differ from rank 0's after some step"
-            for name, param in outcome.params.items():
-                assert torch.equal(param, outcomes[0].params[name]), f"rank {rank} ended with another {name}"
-    for name, param in doubles[0].params.items():
+    for name, param in outcomes[0].params.items():
         off = float((param - exact.params[name]).norm() / exact.params[name].norm().clamp_min(1e-30))
         assert off <= TOLERANCE, f"{name} is {off:.1e} away from one process on the joined batch"
-    single = reference(case, optimizer, torch.float32, world)
-    off, granted = distance(floats[0].params, exact.params), GRANTED * distance(single.params, exact.params)
+
+
+def check_floats(case: str | int, optimizer: str, world: int, outcomes: list[Outcome]) -> None:
+    check_bits(outcomes)
+    exact, single = (reference(case, optimizer, dtype, world) for dtype in DTYPES)
+    off, granted = distance(outcomes[0].params, exact.params), GRANTED * distance(single.params, exact.params)
     assert off <= granted, f"in float32 {off:.2e} away from the float64 run; {granted:.2e} is granted"
 
 
 def check_on_threads(case: str | int, optimizer: str, world: int) -> None:
-    runs = [
-        run_ranks(world, lambda comm, dtype=dtype: run_named(comm, case, optimizer, dtype, world)) for dtype in DTYPES
-    ]
-    check(case, optimizer, world, *runs)
+    outcomes = run_ranks(world, lambda comm: run_named(comm, case, optimizer, torch.float64, world))
+    check_doubles(case, optimizer, world, outcomes)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -96,9 +102,8 @@ def everything_on(transport: str, world: int) -> list[dict[Key, Outcome]]:
 @pytest.mark.timeout(500)  # the first of a world runs all cases of it
 @pytest.mark.parametrize("optimizer", OPTIMIZER_NAMES)
 @pytest.mark.parametrize("case", [*CASES, *RANDOM_SEEDS])
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("transport", "world"), PLACES)
 def test_processes(transport: str, world: int, case: str | int, optimizer: str) -> None:
     outcomes = everything_on(transport, world)
-    runs = [[rank[case, optimizer, dtype] for rank in outcomes] for dtype in DTYPES]
-    check(case, optimizer, world, *runs)
+    check_doubles(case, optimizer, world, [rank[case, optimizer, torch.float64] for rank in outcomes])
+    check_floats(case, optimizer, world, [rank[case, optimizer, torch.float32] for rank in outcomes])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -21,10 +22,9 @@ TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5}
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    if dtype.is_floating_point:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-    return torch.randint(0, 20, shape, generator=generator).to(dtype)
+    """Numbers that look random and cost little: every rank makes those of all ranks, to know the right sum."""
+    mixed = (torch.arange(math.prod(shape), dtype=torch.int32) * 7919 + seed * 104_729) % 1009
+    return (mixed / 500 - 1 if dtype.is_floating_point else mixed % 20).view(shape).to(dtype)
 
 
 def agree(got: torch.Tensor, rows: list[torch.Tensor]) -> bool:
@@ -53,7 +53,7 @@ class Storm:
             ["all_reduce"] * 3 + ["in_place"] * 3 + ["all_gather", "broadcast", "reduce_scatter", "all_to_all"]
         )
         dtype = rng.choice(DTYPES)
-        size = rng.choice([1, 7, 64, 1000, 33_000, rng.randrange(1, 200_000)])
+        size = rng.choice([1, 7, 64, 1000, 33_000, rng.randrange(1, 120_000)])
         src = rng.randrange(n)
         if self.own.random() < 0.1:
             time.sleep(self.own.random() * 0.003)

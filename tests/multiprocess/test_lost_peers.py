@@ -14,7 +14,7 @@ from torch import nn
 import gradsync
 from tests.ranks import run_processes
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 2.5
 LATEST_S = TIMEOUT_S + 2.0
 TRANSPORTS = ("c10d", "shm")
 
@@ -80,7 +80,7 @@ def test_a_worker_that_raises_is_named_with_what_it_raised(transport: str) -> No
 
 @pytest.mark.parametrize(("transport", "victim"), [("c10d", 0), ("c10d", 2), ("shm", 1)])
 def test_a_frozen_worker_is_named(transport: str, victim: int) -> None:
-    outcomes = run_processes(3, train, transport, victim, "freeze", 2, timeout_s=10, expect_failure=True)
+    outcomes = run_processes(3, train, transport, victim, "freeze", 2, timeout_s=TIMEOUT_S + 4, expect_failure=True)
     survivors(outcomes, victim)
 
 

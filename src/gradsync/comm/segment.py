@@ -77,7 +77,11 @@ def share(comm: Communicator, num_bytes: int) -> Segment:
             os.ftruncate(descriptor, total)
         maker, number = broadcast_object(comm, [os.getpid(), descriptor], src=0)
         if comm.rank != 0:
-            descriptor = os.open(f"/proc/{maker}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+            try:
+                descriptor = os.open(f"/proc/{maker}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+            except FileNotFoundError:
+                comm.barrier()  # the maker has died meanwhile, and this says so better
+                raise
         mapping = mmap.mmap(descriptor, total)
         comm.barrier()  # the maker's descriptor must stay until all have opened it
     finally:
