@@ -88,7 +88,29 @@ class Slot:
 
     def gathered(self) -> Tensor | None:
         """A copy of what the window has gathered so far."""
-        return self.view.detach().clone() if self.has_gradient else None
+        if self.held:
+            return self.view.detach().clone()
+        return None if self.param.grad is None else self.param.grad.detach().clone()
+
+    def holds_something(self) -> bool:
+        """Whether there is more than zeros, which ``zero_grad(set_to_none=False)`` leaves."""
+        return self.held or (self.param.grad is not None and bool(self.param.grad.any()))
+
+    def forget(self) -> None:
+        """Drop all that was gathered."""
+        self.held, self.carried, self.param.grad = False, None, None
+
+    def is_displaced(self) -> bool:
+        """Whether ``model.to(...)`` has re-pointed the gradient, and with it the view, out of the bucket.
+
+        Refuses a parameter that has another dtype or device by now.
+        """
+        if self.param.dtype != self.bucket.dtype or self.param.device != self.bucket.device:
+            raise ValueError(
+                f"parameter {self.name} was converted to {self.param.dtype} on {self.param.device} after "
+                "synchronize(). Convert the model first, or close() and attach again."
+            )
+        return self.view.untyped_storage().data_ptr() != self.bucket.storage.untyped_storage().data_ptr()
 
     def inherit(self, before: AnySlot) -> None:
         """Take over what an earlier plan's slot of this parameter holds. (``.grad`` itself comes with ``collect``.)"""
@@ -212,6 +234,12 @@ class SparseSlot:
             self.param.grad = self.carried if grad is None else self.carried + grad
             self.carried = None
 
+    def holds_something(self) -> bool:
+        return self.has_gradient
+
+    def forget(self) -> None:
+        self.held = self.carried = self.param.grad = None
+
     def gathered(self) -> Tensor | None:
         grad = self.held if self.held is not None else self.param.grad
         return None if grad is None else grad.detach().clone()
@@ -250,6 +278,11 @@ class BucketPlan:
     @property
     def num_bytes(self) -> int:
         return sum(bucket.num_bytes for bucket in self.buckets)
+
+    def dissolve(self) -> None:
+        """Part slots and buckets, which refer to each other: else their memory waits for the garbage collector."""
+        for bucket in self.buckets:
+            bucket.slots = []
 
 
 def plan_buckets(

@@ -11,9 +11,11 @@ may clip, step and zero after every backward, and all of it passes over paramete
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,8 +88,6 @@ class Engine:
         self._same_data = SameDataWatch()
         self._uneven_leader: int | None = None
         self._lock = threading.RLock()  # on CUDA hooks come from autograd's device threads
-        self._hooked: set[str] = set()
-        self._incoming_hooked: set[str] = set()
         self._accumulators: list[Any] = []  # autograd drops a node nobody holds, and its hooks with it
         self._removers: list[Callable[[], None]] = [claim(self._params)]
         self._planner = Planner(
@@ -98,6 +98,7 @@ class Engine:
             first_bucket_bytes=settings.first_bucket_bytes,
         )
         self._adopt_plan()
+        self._hook_parameters()
         if settings.accumulate > 1:
             self.watch_incoming()
         self._hook_optimizer()
@@ -105,30 +106,24 @@ class Engine:
     # -- hooks ----------------------------------------------------------------------------------------------------
 
     def _adopt_plan(self) -> None:
-        """Hook the parameters that are new in the plan, and give it to the strategy."""
-        self._hook_parameters()
         self.strategy.attach(self.plan, self.comm)
 
     def _hook_parameters(self) -> None:
-        for name in self._planner.slots:
-            if name not in self._hooked:
-                self._hooked.add(name)
-                hook = self._guarded(lambda _, name=name: self._on_gradient(name))
-                self._removers.append(self._params[name].register_post_accumulate_grad_hook(hook).remove)
-        if self._incoming_hooked:
-            self.watch_incoming()
+        for name, param in self._params.items():
+            hook = _from_parameter(self, Engine._on_gradient, name)
+            with _trainable(param):  # frozen ones too: nobody else would notice when all that trains is unfrozen later
+                self._removers.append(param.register_post_accumulate_grad_hook(hook).remove)
 
     def watch_incoming(self) -> None:
         """Also see gradients before autograd adds them up: needed once a window can have several backwards."""
-        for name in self._planner.slots:
-            if name in self._incoming_hooked:
-                continue
-            self._incoming_hooked.add(name)
-            param = self._params[name]
-            with torch.enable_grad():
+        if self._accumulators:
+            return
+        for param in self._params.values():
+            with torch.enable_grad(), _trainable(param):
                 node: Any = param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
             self._accumulators.append(node)
-            self._removers.append(node.register_prehook(self._guarded(self._on_incoming)).remove)
+            hook = _from_parameter(self, Engine._on_incoming)
+            self._removers.append(node.register_prehook(hook).remove)
 
     def _hook_optimizer(self) -> None:
         gate = StepGate(self)
@@ -136,18 +131,14 @@ class Engine:
         after = self.optimizer.register_step_post_hook(gate.after_step)
         self._removers += [before.remove, after.remove]
 
-    def _guarded(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """A hook that runs alone, and that leaves the engine marked if it fails: collectives may be half done."""
-
-        def run(*args: Any) -> Any:
-            with self._lock:
-                try:
-                    return hook(*args)
-                except BaseException as error:
-                    self._failure = self._failure or error
-                    raise
-
-        return run
+    def guard(self, event: Callable[..., Any], *args: Any) -> Any:
+        """Run what a hook asks for, alone, and leave the engine marked if it fails: collectives may be half done."""
+        with self._lock:
+            try:
+                return event(*args)
+            except BaseException as error:
+                self._failure = self._failure or error
+                raise
 
     def _on_incoming(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         factor = self._current_backward().incoming
@@ -201,15 +192,17 @@ class Engine:
                 "step. Restart from a checkpoint."
             )
         self._backward = self._begin(task)
-        queue_callback(self._guarded(self._finish))
+        queue_callback(lambda: self.guard(self._finish))
         return self._backward
 
     def _begin(self, task: int) -> _Backward:
-        if self.window.num_backwards and not any(slot.has_gradient for slot in self._all()):
+        if self.window.num_backwards and not any(slot.holds_something() for slot in self._all()):
             # The user has dropped what was gathered (zero_grad): its weight, and what was set aside, go with it.
             self.window = Window()
             for slot in self._all():
                 slot.carried = None
+        if self._planner.follow_conversions():
+            self._adopt_plan()
         if self._planner.follow_frozen(mid_window=self.window.num_backwards > 0):
             self._adopt_plan()
         weight = self.comm.feed.batch_weight if self._said_weight is None else self._said_weight
@@ -404,8 +397,10 @@ class Engine:
             where = "the saved state" if odd in got else "this model's trainable parameters"
             raise ValueError(f"the state is of another model: {odd!r} is only in {where}. Load it into the same model.")
         self.step = int(state["step"])
-        if state["planned"]:
-            self._planner.ready_order = None
+        self._backward = None
+        for slot in self._all():
+            slot.forget()  # what was gathered here before belongs to another past
+        self._planner.ready_order = None if state["planned"] else []
         self._planner.install(state["layout"])
         self._adopt_plan()
         saved = state["window"]
@@ -424,3 +419,32 @@ class Engine:
         for slot in self._all():
             slot.param.grad = slot.gathered()
         self._accumulators.clear()
+        self._planner.drop()
+
+
+def _from_parameter(engine: Engine, event: Callable[..., Any], *known: Any) -> Callable[..., Any]:
+    """A hook for a parameter. It does not keep the engine: the optimizer's hooks do.
+
+    The garbage collector can't see through a parameter to its hooks, so a model that was dropped without close() would
+    live as long as the process.
+    """
+    reference = weakref.ref(engine)
+
+    def hook(*given: Any) -> Any:
+        alive = reference()
+        return None if alive is None else alive.guard(event, alive, *(known or given))
+
+    return hook
+
+
+@contextlib.contextmanager
+def _trainable(param: nn.Parameter) -> Iterator[None]:
+    """For as long as it takes to hook a parameter: torch refuses hooks on frozen ones, but keeps those it has."""
+    frozen = not param.requires_grad
+    if frozen:
+        param.requires_grad_(True)
+    try:
+        yield
+    finally:
+        if frozen:
+            param.requires_grad_(False)

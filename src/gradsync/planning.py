@@ -38,6 +38,7 @@ class Planner:
         """Make buckets of this layout, and move into them what the old ones hold."""
         sparse = [name for name, on in self._trainable.items() if on and name in self._sparse]
         old = self.slots
+        before = getattr(self, "plan", None)
         self.plan = BucketPlan(layout, sparse, self._params, self._comm)
         self.slots = {slot.name: slot for slot in self.plan.slots()}
         for name, slot in self.slots.items():
@@ -45,6 +46,20 @@ class Planner:
                 slot.inherit(old[name])
             if isinstance(slot, Slot):
                 slot.collect()
+        if before is not None:
+            before.dissolve()
+
+    def drop(self) -> None:
+        """Let go of the buckets."""
+        self.slots = {}
+        self.plan.dissolve()
+
+    def follow_conversions(self) -> bool:
+        """Plan anew when ``model.to(memory_format=...)`` has moved gradients out of their buckets."""
+        if not any(slot.is_displaced() for slot in self.slots.values() if isinstance(slot, Slot)):
+            return False
+        self.install(self.plan.layout)
+        return True
 
     def follow_frozen(self, *, mid_window: bool) -> bool:
         """Plan anew when parameters were frozen or unfrozen. (The header finds ranks that disagree.)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
+import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -20,6 +24,9 @@ WAIT_SLICE = timedelta(seconds=0.05)  # how often a blocked rank looks whether a
 
 # Headers and objects are CPU tensors on every machine: a group needs Gloo beside NCCL.
 BACKENDS = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+_naming = threading.Lock()
+_connections = itertools.count()  # how often this process has connected, as every rank has
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -41,6 +48,8 @@ class C10dWork(Work):
             self._watch.raise_if_lost(self._call)
             self._work.wait()
             return
+        # What counts is how long this rank waits: backward may take its time before it comes here.
+        self._call = dataclasses.replace(self._call, started_s=time.monotonic())
         while not self._work.is_completed():
             with contextlib.suppress(RuntimeError):  # the slice has run out, or the work has failed: see below
                 self._work.wait(WAIT_SLICE)
@@ -72,6 +81,8 @@ class C10d(Communicator):
         self.why = why
         self.watch = Watch(lifeline, members, group.group_name, timeout_s)
         self._group: dist.ProcessGroup | None = group
+        self._splits = 0
+        self._works: list[dist.Work] = []  # that were under way when last looked at
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
         check_op(op)
@@ -126,9 +137,11 @@ class C10d(Communicator):
     def split(self, ranks: Sequence[int]) -> Communicator | None:
         chosen = self._check_ranks(ranks)
         members = [self.watch.members[rank] for rank in chosen]
+        self._splits += 1  # every rank of this group splits it, members or not: so they agree on the number
         if self.rank not in chosen:
             return None
-        group = _new_group(members, self.timeout_s, members_only=len(members) < dist.get_world_size())
+        name = f"{self.watch.key}/{self._splits}/{'-'.join(map(str, members))}"
+        group = _new_group(members, self.timeout_s, name)
         return C10d(group, members, self.lifeline, timeout_s=self.timeout_s, why=self.why, feed=self.feed)
 
     @property
@@ -142,7 +155,9 @@ class C10d(Communicator):
     def close(self) -> None:
         """Leave the group. The default one also leaves torch.distributed if gradsync had initialised it."""
         group, self._group = self._group, None
-        if group is not None and group is not dist.group.WORLD and dist.is_initialized():
+        # Destroying waits for what is under way, and a peer may never come to it: such a group is left to the exit.
+        busy = any(not work.is_completed() for work in self._works)
+        if group is not None and group is not dist.group.WORLD and dist.is_initialized() and not busy:
             dist.destroy_process_group(group)
 
     def _start_on(self, what: str, tensor: Tensor) -> Work:
@@ -162,6 +177,8 @@ class C10d(Communicator):
         except RuntimeError as error:
             self.watch.raise_cause(call, str(error))
         assert work is not None, "an asynchronous call of a member returns its work"
+        self._works = [earlier for earlier in self._works if not earlier.is_completed()]
+        self._works.append(work)
         return C10dWork(work, self.watch, call, on_cuda=tensor.is_cuda)
 
 
@@ -182,20 +199,31 @@ def connect_c10d(place: Place, *, timeout_s: float, why: str) -> C10d:
     store = torch._C._distributed_c10d.PrefixStore("gradsync", dist.distributed_c10d._get_default_store())
     addresses = [place.master_addr] if place.master_addr else []
     lifeline = Lifeline(dist.get_rank(), len(world), store, addresses=addresses, timeout_s=timeout_s)
-    group = dist.group.WORLD if ours else _new_group(list(world), timeout_s)
+    group = dist.group.WORLD if ours else _new_group(list(world), timeout_s, f"gradsync/{next(_connections)}")
     assert isinstance(group, dist.ProcessGroup), "torch.distributed is initialised"
     return C10d(group, world, lifeline, timeout_s=timeout_s, why=why)
 
 
-def _new_group(members: list[int], timeout_s: float, *, members_only: bool = False) -> dist.ProcessGroup:
-    """A group of these ranks; ``members_only``: the other ranks of the world do not make this call."""
-    timeout = timedelta(seconds=timeout_s)
-    group = dist.new_group(
-        members,
-        timeout=timeout,
-        backend=BACKENDS,
-        use_local_synchronization=members_only,
-        sort_ranks=False,  # the caller's order is the group's
-    )
+def _new_group(members: list[int], timeout_s: float, name: str) -> dist.ProcessGroup:
+    """A group of these ranks, who alone make this call.
+
+    [Note: names of groups] Ranks meet in the store under the group's name, so it must be the same on all and never come
+    again. torch can't be given one: left alone it counts the groups that a rank is in just now, which is not the same
+    on all ranks, and comes again after one was destroyed.
+    """
+    torch_names = dist.distributed_c10d
+    with _naming:
+        before = torch_names._process_group_name
+        torch_names._process_group_name = lambda *_, **__: name
+        try:
+            group = dist.new_group(
+                members,
+                timeout=timedelta(seconds=timeout_s),
+                backend=BACKENDS,
+                use_local_synchronization=True,
+                sort_ranks=False,  # the caller's order is the group's
+            )
+        finally:
+            torch_names._process_group_name = before
     assert isinstance(group, dist.ProcessGroup), "this rank is among the members"
     return group

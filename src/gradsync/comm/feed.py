@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 
 
@@ -17,8 +18,9 @@ class Feed:
     def __init__(self) -> None:
         self.batch_weight = 1.0  # samples in the batch that was last handed out; 1 when no sharded loader runs
         self.said_weight: float | None = None  # what set_weight() said for the backward to come
-        self._joiners: list[Callable[[], None]] = []
-        self._companions: list[Callable[[], None]] = []
+        # Weakly: a model that is dropped without close() must not be kept by its data.
+        self._joiners: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._companions: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._open_blocks: list[Callable[[], None]] = []
 
     @property
@@ -35,21 +37,19 @@ class Feed:
 
         ``join`` keeps taking part in the other ranks' steps, with weight zero, until they have no data either.
         """
-        self._joiners.append(join)
-        return lambda: self._joiners.remove(join) if join in self._joiners else None
+        return _remember(self._joiners, join)
 
     def accompany(self, join: Callable[[], None]) -> Callable[[], None]:
         """As ``subscribe``, for what has collectives of its own beside any synchronizer's: SyncBatchNorm.
 
         It is called at the end of ``with sync.join():`` too, whichever synchronizer that is.
         """
-        self._companions.append(join)
-        return lambda: self._companions.remove(join) if join in self._companions else None
+        return _remember(self._companions, join)
 
     def end(self) -> None:
         """Tell every synchronizer that this worker has no data left; returns when no rank has any."""
         self.weight = 1.0
-        _run_together([*self._joiners, *self._companions])
+        _run_together(_alive([*self._joiners, *self._companions]))
 
     @contextlib.contextmanager
     def joining(self, join: Callable[[], None]) -> Iterator[None]:
@@ -66,7 +66,17 @@ class Feed:
             raise
         if join in self._open_blocks:
             together, self._open_blocks = self._open_blocks, []
-            _run_together([*together, *self._companions])
+            _run_together([*together, *_alive(self._companions)])
+
+
+def _remember(methods: list[weakref.WeakMethod[Callable[[], None]]], method: Callable[[], None]) -> Callable[[], None]:
+    reference = weakref.WeakMethod(method)
+    methods.append(reference)
+    return lambda: methods.remove(reference) if reference in methods else None
+
+
+def _alive(methods: list[weakref.WeakMethod[Callable[[], None]]]) -> list[Callable[[], None]]:
+    return [method for reference in methods if (method := reference()) is not None]
 
 
 def _run_together(joiners: list[Callable[[], None]]) -> None:

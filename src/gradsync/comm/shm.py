@@ -16,8 +16,10 @@ Nothing runs in the background. Work moves on when somebody asks: at its start, 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -89,7 +91,9 @@ class Shm(Communicator):
         allocated = self._allocated.get(start)
         if allocated is not None and allocated[1] >= numel and allocated[2] == dtype:
             rows = np.array([allocated[0].address_of(rank) for rank in range(self.world_size)])
-            return self._begin(InPlace(self, call, rows, numel, dtype, op))
+            work = InPlace(self, call, rows, numel, dtype, op)
+            work.keep = tensor
+            return self._begin(work)
 
         item, width = dtype.itemsize, SLOT_BYTES // dtype.itemsize
 
@@ -247,8 +251,12 @@ class Shm(Communicator):
         self._base.note(place, step=step)
 
     def close(self) -> None:
-        """Leave. The memory is given back when the last rank has."""
-        self._control = None
+        """Leave. The memory is given back when the last rank has. Work under way is given up."""
+        with self._lock:
+            self._control = None
+            self._queue.clear()
+            self._mail.clear()
+            _BUSY.discard(self)
         self._base.close()
 
     # -- moving on ------------------------------------------------------------------------------------------------
@@ -303,8 +311,11 @@ class Shm(Communicator):
     def finish(self, work: ShmWork) -> None:
         """Block until a work is over: spin, then offer the core to others, then sleep until a peer rings."""
         tries = 0
+        work.call = dataclasses.replace(work.call, started_s=time.monotonic())
         self.progress(spins=SPINS)
         while not work.over:
+            if self._control is None:
+                raise ValueError(f"this communicator was closed with {work.call.what} under way.")
             self._help_others()
             tries += 1
             if tries < YIELDS:

@@ -71,11 +71,13 @@ class Driver:
     def drain(self) -> None:
         """Start what is left and wait for everything. Every bucket must have been added."""
         while self._next < len(self._sequence):
-            assert self._start(block=True), "drain() comes after every bucket was added"
+            started = self._start(block=True)
+            assert started, "drain() comes after every bucket was added"
             self._next += 1
         for generator, work in self._running.values():
             work.wait()
-            assert next(generator, None) is None, "a reducer yields num_stages collectives"
+            rest = next(generator, None)  # what stands behind the last yield
+            assert rest is None, "a reducer yields num_stages collectives"
         self._running.clear()
 
     def _start(self, *, block: bool) -> bool:
