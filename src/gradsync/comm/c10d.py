@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -211,7 +212,7 @@ def _new_group(members: list[int], timeout_s: float, name: str) -> dist.ProcessG
     again. torch can't be given one: left alone it counts the groups that a rank is in just now, which is not the same
     on all ranks, and comes again after one was destroyed.
     """
-    torch_names = dist.distributed_c10d
+    torch_names: Any = dist.distributed_c10d
     with _naming:
         before = torch_names._process_group_name
         torch_names._process_group_name = lambda *_, **__: name
