@@ -23,7 +23,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -66,6 +66,7 @@ class Lifeline:
         self.here = Whereabouts()
         self.lost: dict[int, str] = {}  # rank -> reason; the first verdict's ranks come first
         self.left: dict[int, Whereabouts] = {}  # rank -> how far it had come when it left in order
+        self.before_leaving: list[weakref.WeakMethod[Callable[[], None]]] = []  # called once, to set things right
         self._answers: dict[int, Whereabouts] = {}
         self._beat_s = min(timeout_s / 4, 5.0)
         self._lock = threading.Lock()
@@ -120,6 +121,9 @@ class Lifeline:
             if self._closed:
                 return
             self._closed = True
+        for reference in self.before_leaving:
+            if (tell := reference()) is not None:
+                tell()
         self._spread({"bye": self.here.as_json(), "rank": self.rank, "failure": failure})
         self._selector_close()
 

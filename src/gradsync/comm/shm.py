@@ -76,6 +76,7 @@ class Shm(Communicator):
         self._mail: dict[tuple[int, int], deque[ShmWork]] = {}
         self._pieces: dict[tuple[int, int], int] = {}  # by (sender, receiver): pieces of mail so far
         self._allocated: dict[int, tuple[Segment, int, torch.dtype]] = {}
+        base.lifeline.before_leaving.append(weakref.WeakMethod(self._give_up))
 
     # -- collectives ----------------------------------------------------------------------------------------------
 
@@ -258,6 +259,11 @@ class Shm(Communicator):
             self._mail.clear()
             _BUSY.discard(self)
         self._base.close()
+
+    def _give_up(self) -> None:
+        """As this rank leaves: work that it began moves on no more."""
+        if self._queue:
+            self._watch.retract(self._queue[0].call)
 
     # -- moving on ------------------------------------------------------------------------------------------------
 

@@ -39,6 +39,10 @@ class Watch:
             self.lifeline.enter(self.key, self._count, what)
         return Call(self._count, what, time.monotonic())
 
+    def retract(self, call: Call) -> None:
+        """Say that this rank never finished a collective that it began: the others must not wait for its part."""
+        self.lifeline.enter(self.key, call.number - 1, f"{call.what}, which it did not finish")
+
     def check(self, call: Call) -> None:
         """For a rank that waits, now and then: raise if a peer is lost, or if the wait has been too long."""
         self.raise_if_lost(call)
