@@ -57,6 +57,11 @@ def default(ctx: Context) -> nn.Module:
 
 
 @case
+def many_buckets(ctx: Context) -> nn.Module:
+    return simple(ctx, bucket_bytes=600, first_bucket_bytes=100)
+
+
+@case
 def one_bucket(ctx: Context) -> nn.Module:
     return simple(ctx, bucket_bytes=1 << 20, first_bucket_bytes=1 << 20)
 

@@ -75,8 +75,8 @@ class Context:
     def sync(self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
         if self.comm is None:
             return Plain()
-        # Small buckets, so that small models have several.
-        options = {"bucket_bytes": 2000, "first_bucket_bytes": 500, **options}
+        # Small buckets, so that small models have two or three.
+        options = {"bucket_bytes": 8000, "first_bucket_bytes": 500, **options}
         sync = gradsync.synchronize(model, optimizer, comm=self.comm, **options)
         self.syncs.append(sync)
         return sync
