@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 
@@ -133,14 +134,14 @@ def test_a_model_that_is_dropped_without_close_is_freed() -> None:
     assert gone() is None
 
 
-def test_nobody_needs_to_keep_the_synchronizer() -> None:
+def test_nobody_needs_to_keep_the_synchronizer_and_a_copy_is_free() -> None:
     def run(comm: Communicator) -> float:
         model = nn.Linear(1, 1, bias=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        gradsync.synchronize(model, optimizer, comm=comm)
+        gradsync.synchronize(model, torch.optim.SGD(model.parameters(), lr=0.1), comm=comm)
         gc.collect()
+        copied = copy.deepcopy(model)
+        (5 * copied.weight).sum().backward()  # the copy is nobody's replica
         (float(comm.rank) * model.weight).sum().backward()
-        optimizer.step()
         assert model.weight.grad is not None
         return model.weight.grad.item()
 

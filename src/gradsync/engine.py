@@ -89,7 +89,7 @@ class Engine:
         self._uneven_leader: int | None = None
         self._lock = threading.RLock()  # on CUDA hooks come from autograd's device threads
         self._accumulators: list[Any] = []  # autograd drops a node nobody holds, and its hooks with it
-        self._removers: list[Callable[[], None]] = [claim(self._params)]
+        self._removers: list[Callable[[], None]] = [claim(self._params), self._anchor()]
         self._planner = Planner(
             self._params,
             comm,
@@ -104,6 +104,10 @@ class Engine:
         self._hook_optimizer()
 
     # -- hooks ----------------------------------------------------------------------------------------------------
+
+    def _anchor(self) -> Callable[[], None]:
+        self.model.__dict__["_gradsync"] = _Anchor(self)
+        return lambda: self.model.__dict__.pop("_gradsync", None)
 
     def _adopt_plan(self) -> None:
         self.strategy.attach(self.plan, self.comm)
@@ -422,8 +426,21 @@ class Engine:
         self._planner.drop()
 
 
+class _Anchor:
+    """What keeps an engine for as long as its model lives. A copy or a pickle of the model leaves it behind."""
+
+    def __init__(self, engine: Engine | None = None) -> None:
+        self.engine = engine
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Anchor:
+        return _Anchor()
+
+    def __reduce__(self) -> tuple[type[_Anchor], tuple[()]]:
+        return _Anchor, ()
+
+
 def _from_parameter(engine: Engine, event: Callable[..., Any], *known: Any) -> Callable[..., Any]:
-    """A hook for a parameter. It does not keep the engine: the optimizer's hooks do.
+    """A hook for a parameter. It does not keep the engine: the model does, by an anchor.
 
     The garbage collector can't see through a parameter to its hooks, so a model that was dropped without close() would
     live as long as the process.

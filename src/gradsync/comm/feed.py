@@ -7,9 +7,12 @@ object that the loader and the synchronizers of a worker already share.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+
+Reference = Callable[[], Callable[[], None] | None]
 
 
 class Feed:
@@ -19,8 +22,8 @@ class Feed:
         self.batch_weight = 1.0  # samples in the batch that was last handed out; 1 when no sharded loader runs
         self.said_weight: float | None = None  # what set_weight() said for the backward to come
         # Weakly: a model that is dropped without close() must not be kept by its data.
-        self._joiners: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self._companions: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._joiners: list[Reference] = []
+        self._companions: list[Reference] = []
         self._open_blocks: list[Callable[[], None]] = []
 
     @property
@@ -69,14 +72,15 @@ class Feed:
             _run_together([*together, *_alive(self._companions)])
 
 
-def _remember(methods: list[weakref.WeakMethod[Callable[[], None]]], method: Callable[[], None]) -> Callable[[], None]:
-    reference = weakref.WeakMethod(method)
-    methods.append(reference)
-    return lambda: methods.remove(reference) if reference in methods else None
+def _remember(joiners: list[Reference], join: Callable[[], None]) -> Callable[[], None]:
+    """Keep a method weakly, and anything else as it is; returns what forgets it."""
+    reference: Reference = weakref.WeakMethod(join) if inspect.ismethod(join) else lambda: join
+    joiners.append(reference)
+    return lambda: joiners.remove(reference) if reference in joiners else None
 
 
-def _alive(methods: list[weakref.WeakMethod[Callable[[], None]]]) -> list[Callable[[], None]]:
-    return [method for reference in methods if (method := reference()) is not None]
+def _alive(joiners: list[Reference]) -> list[Callable[[], None]]:
+    return [join for reference in joiners if (join := reference()) is not None]
 
 
 def _run_together(joiners: list[Callable[[], None]]) -> None:
