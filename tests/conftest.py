@@ -1,7 +1,18 @@
-"""For all tests: ranks that are threads or processes share two cores, so none of them brings a pool of its own."""
+"""For all tests: how they are started, and what they share."""
 
 from __future__ import annotations
 
+import signal
+
+import pytest
 import torch
 
+# Ranks that are threads or processes share two cores, so none of them brings a pool of its own.
 torch.set_num_threads(1)
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and so would everything that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--exhaustive", action="store_true", help="run the exactness cases with every optimizer and dtype")

@@ -20,13 +20,17 @@ from tests.ranks import run_processes
 WORLDS = (2, 3, 4)
 OPTIMIZER_NAMES = ("sgd", "adamw")
 DTYPES = (torch.float64, torch.float32)
-# On Gloo every number of ranks; another transport changes how bits move, not what they mean: one number will do.
-PLACES = [("c10d", 2), ("c10d", 3), ("c10d", 4), ("shm", 3)]
-RANDOM_SEEDS = range(1000, 1006)  # the random models that the real transports run; threads run more of them
+# Where the cases run, and with which optimizers and dtypes: all four pairs, or a half that has each of them once.
+# `pytest --exhaustive` runs all four everywhere: that takes twice as long.
+ALL = tuple((optimizer, dtype) for optimizer in OPTIMIZER_NAMES for dtype in DTYPES)
+HALF, OTHER_HALF = (ALL[0], ALL[3]), (ALL[1], ALL[2])
+PLACES = {("c10d", 2): ALL, ("c10d", 3): HALF, ("c10d", 4): OTHER_HALF, ("shm", 3): HALF}
+RANDOM_SEEDS = range(1000, 1003)  # the random models that the real transports run; threads run more of them
 TOLERANCE = 1e-9
 GRANTED = 2.0  # in float32: at most twice as far from the float64 run as one float32 process is
 
 Key = tuple[str | int, str, torch.dtype]
+Pairs = tuple[tuple[str, torch.dtype], ...]
 
 
 def run_named(comm: Any, case: str | int, optimizer: str, dtype: torch.dtype, num_ranks: int) -> Outcome:
@@ -83,27 +87,32 @@ def test_random_models_on_threads(seed: int, optimizer: str, world: int) -> None
     check_on_threads(seed, optimizer, world)
 
 
-def run_everything(transport: str) -> dict[Key, Outcome]:
+def run_everything(transport: str, pairs: Pairs) -> dict[Key, Outcome]:
     """All cases in one set of processes: starting them is what takes time."""
     comm = gradsync.connect(transport, timeout_s=60)
     return {
         (case, optimizer, dtype): run_named(comm, case, optimizer, dtype, comm.world_size)
         for case in (*CASES, *RANDOM_SEEDS)
-        for optimizer in OPTIMIZER_NAMES
-        for dtype in DTYPES
+        for optimizer, dtype in pairs
     }
 
 
 @functools.cache
-def everything_on(transport: str, world: int) -> list[dict[Key, Outcome]]:
-    return run_processes(world, run_everything, transport, timeout_s=400)
+def everything_on(transport: str, world: int, pairs: Pairs) -> list[dict[Key, Outcome]]:
+    return run_processes(world, run_everything, transport, pairs, timeout_s=400)
 
 
-@pytest.mark.timeout(500)  # the first of a world runs all cases of it
-@pytest.mark.parametrize("optimizer", OPTIMIZER_NAMES)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function is test_processes:
+        exhaustive = metafunc.config.getoption("exhaustive")
+        places = [(*place, ALL if exhaustive else pairs) for place, pairs in PLACES.items()]
+        metafunc.parametrize(("transport", "world", "pairs"), places, ids=[f"{t}-{n}" for t, n in PLACES])
+
+
+@pytest.mark.timeout(500)  # the first of a place runs all cases of it
 @pytest.mark.parametrize("case", [*CASES, *RANDOM_SEEDS])
-@pytest.mark.parametrize(("transport", "world"), PLACES)
-def test_processes(transport: str, world: int, case: str | int, optimizer: str) -> None:
-    outcomes = everything_on(transport, world)
-    check_doubles(case, optimizer, world, [rank[case, optimizer, torch.float64] for rank in outcomes])
-    check_floats(case, optimizer, world, [rank[case, optimizer, torch.float32] for rank in outcomes])
+def test_processes(transport: str, world: int, pairs: Pairs, case: str | int) -> None:
+    outcomes = everything_on(transport, world, pairs)
+    for optimizer, dtype in pairs:
+        check = check_doubles if dtype == torch.float64 else check_floats
+        check(case, optimizer, world, [rank[case, optimizer, dtype] for rank in outcomes])

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
@@ -58,11 +58,15 @@ class Agent(LocalElasticAgent):
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if any(code not in (None, 0) for code in self._exit_codes().values()):
+        codes = list(self._exit_codes().values())
+        if any(code not in (None, 0) for code in codes):
             self._hear_the_others_out()
             self.end_what_is_left()
             if self._remaining_restarts > 0:
                 click.secho(f"starting all workers again ({self._remaining_restarts} more times at most)", err=True)
+        elif any(code is None for code in codes):
+            # Not torchelastic's to say: it would look again, and end the others if one has failed since.
+            return RunResult(state=WorkerState.HEALTHY)
         result: RunResult = super()._monitor_workers(worker_group)
         return result
 
