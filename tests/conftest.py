@@ -15,4 +15,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--exhaustive", action="store_true", help="run the exactness cases with every optimizer and dtype")
+    parser.addoption("--exhaustive", action="store_true", help="run everything that is otherwise sampled")
+
+
+@pytest.fixture
+def exhaustive(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("exhaustive"))

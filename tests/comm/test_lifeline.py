@@ -59,10 +59,10 @@ def test_a_connection_that_breaks_is_a_death_that_all_hear_of(lines: list[Lifeli
 
 
 def test_leaving_in_order_is_no_death(lines: list[Lifeline]) -> None:
-    lines[1].enter("group", 5, "all_reduce(sum)")
+    lines[1].here.enter("group")[:] = 5, "all_reduce(sum)"
     lines[1].close()
     assert eventually(lambda: 1 in lines[0].left and 1 in lines[2].left)
-    assert lines[2].left[1].groups == {"group": (5, "all_reduce(sum)")}
+    assert lines[2].left[1].groups == {"group": [5, "all_reduce(sum)"]}
     time.sleep(0.2)
     assert not lines[0].lost
     assert not lines[2].lost
@@ -83,7 +83,7 @@ def test_the_first_verdict_stands(lines: list[Lifeline]) -> None:
 
 def test_whereabouts_come_from_all_who_answer(lines: list[Lifeline]) -> None:
     for number, line in enumerate(lines):
-        line.enter("group", number, "all_reduce(sum)")
+        line.here.enter("group")[:] = number, "all_reduce(sum)"
         line.here.note = f"step {number}"
     for line in lines:
         answers = line.ask_whereabouts()

@@ -7,7 +7,7 @@ import platform
 
 _NUMBERS = {"x86_64": 202, "AMD64": 202, "aarch64": 98, "arm64": 98, "riscv64": 98, "ppc64le": 221}
 # (Little-endian machines only: the word is the low half of a 64-bit one.)
-_WAIT, _WAKE = 0, 1  # without the private flag: the word is shared between processes
+WAIT, WAKE = 0, 1  # without the private flag: the word is shared between processes
 
 
 class _Timespec(ctypes.Structure):
@@ -15,20 +15,20 @@ class _Timespec(ctypes.Structure):
 
 
 _syscall = ctypes.CDLL(None, use_errno=True).syscall  # gives the interpreter lock away while it sleeps
-_number = _NUMBERS.get(platform.machine())
+NUMBER = _NUMBERS.get(platform.machine())
 
 
 def available() -> bool:
     """Whether this machine's system call is known."""
-    return _number is not None
+    return NUMBER is not None
 
 
 def wait(address: int, value: int, timeout_s: float) -> None:
     """Sleep while the 32-bit word at ``address`` is ``value``, until woken or the time is up."""
     limit = _Timespec(int(timeout_s), int(timeout_s % 1 * 1e9))
-    _syscall(_number, ctypes.c_void_p(address), _WAIT, ctypes.c_uint32(value), ctypes.byref(limit), None, 0)
+    _syscall(NUMBER, ctypes.c_void_p(address), WAIT, ctypes.c_uint32(value), ctypes.byref(limit), None, 0)
 
 
 def wake(address: int) -> None:
     """Wake whoever sleeps on the word at ``address``."""
-    _syscall(_number, ctypes.c_void_p(address), _WAKE, 0x7FFFFFFF, None, None, 0)
+    _syscall(NUMBER, ctypes.c_void_p(address), WAKE, 0x7FFFFFFF, None, None, 0)

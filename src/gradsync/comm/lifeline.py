@@ -43,16 +43,20 @@ class Store(Protocol):
 class Whereabouts:
     """How far a rank has come: the number and name of the last collective of each group, and a word of its own."""
 
-    groups: dict[str, tuple[int, str]] = field(default_factory=dict)
+    groups: dict[str, list[Any]] = field(default_factory=dict)
     note: str = ""
     step: int | None = None
+
+    def enter(self, group: str) -> list[Any]:
+        """Where to write how far this rank is in a group: [number, name]. A plain list: it is written very often."""
+        return self.groups.setdefault(group, [0, "no collective of this group yet"])
 
     def as_json(self) -> dict[str, Any]:
         return {"groups": dict(self.groups), "note": self.note, "step": self.step}
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Whereabouts:
-        groups = {str(key): (int(count), str(what)) for key, (count, what) in value["groups"].items()}
+        groups = {str(key): [int(count), str(what)] for key, (count, what) in value["groups"].items()}
         return Whereabouts(groups, str(value["note"]), value["step"])
 
 
@@ -94,10 +98,6 @@ class Lifeline:
         os.register_at_fork(after_in_child=lambda: _close_in_child(reference))
 
     # -- asked by the communicators ------------------------------------------------------------------------------
-
-    def enter(self, group: str, count: int, what: str) -> None:
-        """Remember that this rank has started collective number ``count`` of a group."""
-        self.here.groups[group] = (count, what)
 
     def declare_lost(self, ranks: Iterable[int], reason: str) -> None:
         """Spread this rank's verdict; see [Note: the first verdict stands]."""

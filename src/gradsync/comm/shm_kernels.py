@@ -1,74 +1,60 @@
-"""The compiled part of the shared-memory transport: flags with acquire and release, and sums that read memory once.
+"""The compiled part of the shared-memory transport: how ranks meet, and how data goes through the slots.
 
-Numba compiles these for the host's own vector units at first use. Flags are 64-bit counters that only grow, each on a
-cache line of its own. A rank stores with release after it wrote its data, and the others load with acquire before they
-read it: right on ARM as on x86.
+All ranks of a group share a control segment: a part for each rank, with its counters, its ring of slots and its
+mailboxes. A *floor* is a private array of 64-bit words that says where all of that is: the kernels take its address.
+
+[Note: turns] Every collective is a sequence of *turns*, counted over the whole life of the communicator. In a turn each
+rank puts something where all can see it and raises its ``arrived`` counter; when all have arrived it takes what it
+needs. Where a second meeting is needed it raises ``done``.
+
+[Note: four slots suffice] Turn t goes through slot t % 4. A rank puts one turn ahead: it takes turn t-1 before it puts
+turn t+1, so a rank that has arrived at t-1 has taken everything up to t-3. To take t-1 this rank saw everybody arrive
+at t-1. So nobody still reads the slot of t-3 when t+1 overwrites it.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
-import platform
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 
-# What Numba compiles means other things than the Python it is written in: there is nothing here for a type checker.
-numba: Any = importlib.import_module("numba")
-types: Any = numba.types
-ir: Any = importlib.import_module("llvmlite.ir")
-intrinsic: Any = importlib.import_module("numba.extending").intrinsic
+from gradsync.comm.shm_atomics import (
+    LINE_BYTES,
+    call_sum,
+    copy,
+    increment,
+    load_acquire,
+    numba,
+    pointer,
+    relax,
+    store_and_fence,
+    wake,
+)
 
-LINE_BYTES = 128  # a cache line, and the one that the prefetcher brings along
-SUM, MAX, MIN = range(3)
-BLOCK = 2048  # values summed at a time: of 8 ranks they still fit the first-level cache
+# Where in a rank's part things are: counters, slots, and a mailbox for each peer.
+ARRIVED, DONE, SLEEPING, DOORBELL = (line * LINE_BYTES for line in range(4))
+SLOTS = 4096
+SLOT_BYTES = 64 * 1024
+RING = 4
+MAILBOXES = SLOTS + RING * SLOT_BYTES
+SENT, RECEIVED, MAIL = 0, LINE_BYTES, 4096  # within a mailbox: two counters, and what is sent
+MAIL_BYTES = 256 * 1024
+MAILBOX_BYTES = MAIL + MAIL_BYTES
 
-_I64 = ir.IntType(64)
+# The words of a floor; behind them the addresses of all slots, by slot and rank, and room for those of a sum's inputs.
+RANK, WORLD, PARTS, STRIDE, FLOOR_WORDS = range(5)
 
+# The words of a collective that goes through the slots.
+KIND, TURN, PUT, NUM_TURNS, FIRST, SUMMED, IN, OUT, COUNT, ITEM, WIDTH, ROOT, STATE_WORDS = range(13)
+DIRECT, SLICES, GATHER, BROADCAST, SCATTER, EXCHANGE = range(6)
 
-@intrinsic
-def _load_acquire(typing_context: Any, address: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load_atomic(builder.inttoptr(args[0], _I64.as_pointer()), "acquire", 8)
-
-    return types.int64(types.int64), generate
-
-
-@intrinsic
-def _store_and_fence(typing_context: Any, address: Any, value: Any) -> Any:
-    """Store with release, then a full fence: the load of sleepers that follows must not come before it."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store_atomic(args[1], builder.inttoptr(args[0], _I64.as_pointer()), "seq_cst", 8)
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
-
-
-@intrinsic
-def _relax(typing_context: Any) -> Any:
-    """Tell the core that this is a spinning loop."""
-    name = "llvm.x86.sse2.pause" if platform.machine() in ("x86_64", "AMD64") else ""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if name:
-            kind = ir.FunctionType(ir.VoidType(), [])
-            builder.call(builder.module.declare_intrinsic(name, (), kind), [])
-        return context.get_dummy_value()
-
-    return types.void(), generate
+ALIGN = 64  # values: no two ranks write to one cache line
 
 
-@intrinsic
-def _pointer(typing_context: Any, address: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
-
-    return types.voidptr(types.int64), generate
+@numba.njit(inline="always")
+def words_at(address: int, count: int) -> Any:
+    """The 64-bit words at an address, as an array."""
+    return numba.carray(pointer(address), count, np.int64)
 
 
 @numba.njit("b1(i8, i8, i8, i8, i8)", nogil=True, cache=True)
@@ -76,97 +62,223 @@ def wait_all(address: int, stride_bytes: int, num_ranks: int, value: int, spins:
     """Whether every rank's counter has reached ``value``, looking at most ``spins`` times at each."""
     for rank in range(num_ranks):
         looked = 0
-        while _load_acquire(address + rank * stride_bytes) < value:
+        while load_acquire(address + rank * stride_bytes) < value:
             looked += 1
             if looked >= spins:
                 return False
-            _relax()
+            relax()
     return True
 
 
-@numba.njit("i8(i8, i8, i8, i8, i8)", nogil=True, cache=True)
-def publish(address: int, value: int, sleeping: int, stride_bytes: int, num_ranks: int) -> int:
-    """Set this rank's counter; returns how many ranks sleep and must be woken."""
-    _store_and_fence(address, value)
-    sleepers = 0
-    for rank in range(num_ranks):
-        sleepers += _load_acquire(sleeping + rank * stride_bytes)
-    return sleepers
+@numba.njit("void(i8)", nogil=True, cache=True)
+def ring(floor: int) -> None:
+    """Wake the ranks that sleep."""
+    words = words_at(floor, FLOOR_WORDS)
+    for rank in range(words[WORLD]):
+        part = words[PARTS] + rank * words[STRIDE]
+        if rank != words[RANK] and load_acquire(part + SLEEPING) != 0:
+            increment(part + DOORBELL)
+            wake(part + DOORBELL)
+
+
+@numba.njit("void(i8, i8, i8)", nogil=True, cache=True)
+def publish(floor: int, counter: int, number: int) -> None:
+    """Set this rank's counter, and wake who may be waiting for it."""
+    words = words_at(floor, FLOOR_WORDS)
+    store_and_fence(words[PARTS] + words[RANK] * words[STRIDE] + counter, number)
+    ring(floor)
+
+
+@numba.njit("b1(i8, i8, i8, i8)", nogil=True, cache=True)
+def all_at(floor: int, counter: int, number: int, spins: int) -> bool:
+    """Whether all ranks' counters have come to ``number``."""
+    words = words_at(floor, FLOOR_WORDS)
+    arrived: bool = wait_all(words[PARTS] + counter, words[STRIDE], words[WORLD], number, spins)
+    return arrived
 
 
 @numba.njit("void(i8, i8)", nogil=True, cache=True)
 def store(address: int, value: int) -> None:
     """Set a word that no sleeper waits for."""
-    _store_and_fence(address, value)
+    store_and_fence(address, value)
 
 
 @numba.njit("i8(i8)", nogil=True, cache=True)
 def load(address: int) -> int:
     """Read a word, and whatever was written before it was set."""
-    value: int = _load_acquire(address)
+    value: int = load_acquire(address)
     return value
 
 
-NUMBA_DTYPES: dict[torch.dtype, Any] = {
-    torch.float32: np.float32,
-    torch.float64: np.float64,
-    torch.int8: np.int8,
-    torch.uint8: np.uint8,
-    torch.int16: np.int16,
-    torch.int32: np.int32,
-    torch.int64: np.int64,
-}
+@numba.njit("i8(i8, i8, i8)", nogil=True, cache=True)
+def slice_start(count: int, world_size: int, rank: int) -> int:
+    """The first value that ``rank`` sums for all; its last is where the next rank's begin."""
+    share = (count + world_size * ALIGN - 1) // (world_size * ALIGN) * ALIGN
+    return min(count, rank * share)
 
 
-@numba.njit(inline="always")
-def _combine(a: Any, b: Any, code: int) -> Any:
-    if code == SUM:
-        return a + b
-    if code == MAX:
-        return a if a > b or a != a else b  # a NaN stays, as with torch
-    return a if a < b or a != a else b
+# -- buffers that lie in shared memory: reduced in place --------------------------------------------------------------
+
+NOT_YET, HAS_ARRIVED, HAS_SUMMED, IS_OVER = range(4)
+EVERYWHERE, MINE, SHARE = range(3)  # sum my slice into all buffers; into mine alone; or fetch the others' slices
 
 
-@functools.cache
-def reduce_kernel(dtype: torch.dtype, op: str) -> Callable[[Any, int, int, int, bool], None]:
-    """Compile the kernel for a dtype: ``(addresses of inputs, out address, first, end, everywhere)``.
+@numba.njit("void(i8, i8, i8, i8, i8, i8)", nogil=True, cache=True)
+def _do_slice(floor: int, sum_rows: int, rows: int, count: int, item: int, mode: int) -> None:
+    words = words_at(floor, FLOOR_WORDS)
+    rank, world_size = words[RANK], words[WORLD]
+    addresses = words_at(rows, world_size)
+    first, end = slice_start(count, world_size, rank), slice_start(count, world_size, rank + 1)
+    if mode == EVERYWHERE:
+        call_sum(sum_rows, rows, world_size, 0, first, end)
+    elif mode == MINE:
+        call_sum(sum_rows, rows, world_size, addresses[rank], first, end)
+    else:
+        for peer in range(world_size):
+            first, end = slice_start(count, world_size, peer), slice_start(count, world_size, peer + 1)
+            if peer != rank and end > first:
+                copy(addresses[rank] + first * item, addresses[peer] + first * item, (end - first) * item)
 
-    It reduces values ``first`` to ``end`` of all inputs, in rank order, into ``out``, or with ``everywhere`` back into
-    every input.
-    """
-    kind = NUMBA_DTYPES[dtype]
-    code = {"sum": SUM, "max": MAX, "min": MIN}[op]  # a constant of the compiled code, which Numba can keep on disk
 
-    def reduce(inputs: Any, out: int, first: int, end: int, everywhere: bool) -> None:
-        num_ranks = len(inputs)
-        if num_ranks == 2:
-            a = numba.carray(_pointer(inputs[0]), end, kind)
-            b = numba.carray(_pointer(inputs[1]), end, kind)
-            if everywhere:
-                for i in range(first, end):
-                    value = _combine(a[i], b[i], code)
-                    a[i] = value
-                    b[i] = value
-            else:
-                c = numba.carray(_pointer(out), end, kind)
-                for i in range(first, end):
-                    c[i] = _combine(a[i], b[i], code)
-            return
-        total = np.empty(BLOCK, kind)
-        for begin in range(first, end, BLOCK):
-            width = min(BLOCK, end - begin)
-            row = numba.carray(_pointer(inputs[0]), end, kind)
-            for i in range(width):
-                total[i] = row[begin + i]
-            for rank in range(1, num_ranks):
-                row = numba.carray(_pointer(inputs[rank]), end, kind)
-                for i in range(width):
-                    total[i] = _combine(total[i], row[begin + i], code)
-            for rank in range(num_ranks if everywhere else 1):
-                row = numba.carray(_pointer(inputs[rank] if everywhere else out), end, kind)
-                for i in range(width):
-                    row[begin + i] = total[i]
+@numba.njit("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8)", nogil=True, cache=True)
+def in_place(
+    floor: int, sum_rows: int, rows: int, count: int, item: int, mode: int, number: int, phase: int, spins: int
+) -> int:
+    """Move a collective on the buffers at ``rows`` on from its ``phase``; returns the phase it came to."""
+    if phase == NOT_YET:
+        publish(floor, ARRIVED, number)
+        phase = HAS_ARRIVED
+    if phase == HAS_ARRIVED and all_at(floor, ARRIVED, number, spins):
+        _do_slice(floor, sum_rows, rows, count, item, mode)
+        publish(floor, DONE, number)
+        phase = HAS_SUMMED
+    if phase == HAS_SUMMED and all_at(floor, DONE, number, spins):
+        phase = IS_OVER
+    return phase
 
-    signature = "void(i8[::1], i8, i8, i8, b1)"
-    compiled: Callable[[Any, int, int, int, bool], None] = numba.njit(signature, nogil=True, cache=True)(reduce)
-    return compiled
+
+# -- anything else: through the slots ---------------------------------------------------------------------------------
+
+
+@numba.njit("i8(i8, i8, i8)", nogil=True, cache=True)
+def slots_of(floor: int, number: int, world_size: int) -> int:
+    """Where the addresses of everybody's slots for a turn are."""
+    return floor + 8 * (FLOOR_WORDS + number % RING * world_size)
+
+
+@numba.njit("i8(i8, i8)", nogil=True, cache=True)
+def _room_for_rows(floor: int, world_size: int) -> int:
+    return floor + 8 * (FLOOR_WORDS + RING * world_size)
+
+
+@numba.njit("void(i8, i8, i8)", nogil=True, cache=True)
+def _put(floor: int, state: int, turn: int) -> None:
+    words, work = words_at(floor, FLOOR_WORDS), words_at(state, STATE_WORDS)
+    rank, world_size = words[RANK], words[WORLD]
+    slot = words_at(slots_of(floor, work[FIRST] + turn, world_size), world_size)[rank]
+    done = turn * work[WIDTH]
+    width = min(work[WIDTH], work[COUNT] - done) * work[ITEM]
+    start = work[IN] + done * work[ITEM]
+    kind = work[KIND]
+    if kind in (SCATTER, EXCHANGE):
+        for peer in range(world_size):
+            copy(slot + peer * work[WIDTH] * work[ITEM], start + peer * work[COUNT] * work[ITEM], width)
+    elif kind != BROADCAST or rank == work[ROOT]:
+        copy(slot, start, width)
+
+
+@numba.njit("void(i8, i8, i8)", nogil=True, cache=True)
+def _sum_my_slice(floor: int, sum_rows: int, state: int) -> None:
+    """Between two meetings: sum this rank's slice of all slots into its own slot."""
+    words, work = words_at(floor, FLOOR_WORDS), words_at(state, STATE_WORDS)
+    rank, world_size = words[RANK], words[WORLD]
+    rows = slots_of(floor, work[FIRST] + work[TURN], world_size)
+    width = min(work[WIDTH], work[COUNT] - work[TURN] * work[WIDTH])
+    first, end = slice_start(width, world_size, rank), slice_start(width, world_size, rank + 1)
+    call_sum(sum_rows, rows, world_size, words_at(rows, world_size)[rank], first, end)
+
+
+@numba.njit("void(i8, i8, i8, i8, i8)", nogil=True, cache=True)
+def _sum_all(floor: int, sum_rows: int, number: int, tensor: int, count: int) -> None:
+    """Sum the others' slots and this rank's own values, which are still where they were, in rank order."""
+    words = words_at(floor, FLOOR_WORDS)
+    rank, world_size = words[RANK], words[WORLD]
+    slots = words_at(slots_of(floor, number, world_size), world_size)
+    rows = _room_for_rows(floor, world_size)
+    for peer in range(world_size):
+        words_at(rows, world_size)[peer] = slots[peer] if peer != rank else tensor
+    call_sum(sum_rows, rows, world_size, tensor, 0, count)
+
+
+@numba.njit("void(i8, i8, i8)", nogil=True, cache=True)
+def _take(floor: int, sum_rows: int, state: int) -> None:
+    words, work = words_at(floor, FLOOR_WORDS), words_at(state, STATE_WORDS)
+    rank, world_size, item, kind = words[RANK], words[WORLD], work[ITEM], work[KIND]
+    number = work[FIRST] + work[TURN]
+    slots = words_at(slots_of(floor, number, world_size), world_size)
+    done = work[TURN] * work[WIDTH]
+    width = min(work[WIDTH], work[COUNT] - done)
+    out = work[OUT] + done * item
+    if kind == DIRECT:
+        _sum_all(floor, sum_rows, number, out, width)
+    elif kind == SLICES:
+        for peer in range(world_size):
+            first, end = slice_start(width, world_size, peer), slice_start(width, world_size, peer + 1)
+            copy(out + first * item, slots[peer] + first * item, (end - first) * item)
+    elif kind == GATHER:
+        for peer in range(world_size):
+            copy(out + peer * work[COUNT] * item, slots[peer], width * item)
+    elif kind == BROADCAST:
+        if rank != work[ROOT]:
+            copy(out, slots[work[ROOT]], width * item)
+    elif kind == EXCHANGE:
+        for peer in range(world_size):
+            copy(out + peer * work[COUNT] * item, slots[peer] + rank * work[WIDTH] * item, width * item)
+    else:
+        rows = _room_for_rows(floor, world_size)
+        for peer in range(world_size):
+            words_at(rows, world_size)[peer] = slots[peer] + rank * work[WIDTH] * item
+        call_sum(sum_rows, rows, world_size, out, 0, width)
+
+
+@numba.njit("b1(i8, i8, i8, i8)", nogil=True, cache=True)
+def through_slots(floor: int, sum_rows: int, state: int, spins: int) -> bool:
+    """Move a collective on as far as the other ranks let it; True when it is over."""
+    work = words_at(state, STATE_WORDS)
+    while work[TURN] < work[NUM_TURNS]:
+        while work[PUT] < min(work[NUM_TURNS], work[TURN] + 2):
+            _put(floor, state, work[PUT])
+            publish(floor, ARRIVED, work[FIRST] + work[PUT])
+            work[PUT] += 1
+        number = work[FIRST] + work[TURN]
+        if not all_at(floor, ARRIVED, number, spins):
+            return False
+        if work[KIND] == SLICES:
+            if work[SUMMED] <= work[TURN]:
+                _sum_my_slice(floor, sum_rows, state)
+                work[SUMMED] = work[TURN] + 1
+                publish(floor, DONE, number)
+            if not all_at(floor, DONE, number, spins):
+                return False
+        _take(floor, sum_rows, state)
+        work[TURN] += 1
+    return True
+
+
+@numba.njit("b1(i8, i8, i8, i8, i8, i8, i8)", nogil=True, cache=True)
+def reduce_small(floor: int, sum_rows: int, address: int, num_bytes: int, item: int, number: int, spins: int) -> bool:
+    """An all-reduce of one slotful, in one call if the others come in time; if not, this rank has arrived."""
+    words = words_at(floor, FLOOR_WORDS)
+    world_size = words[WORLD]
+    copy(words_at(slots_of(floor, number, world_size), world_size)[words[RANK]], address, num_bytes)
+    publish(floor, ARRIVED, number)
+    if not all_at(floor, ARRIVED, number, spins):
+        return False
+    _sum_all(floor, sum_rows, number, address, num_bytes // item)
+    return True
+
+
+def quick(kernel: Any) -> Any:
+    """A compiled function without Numba's choice among its signatures: it has but one. Saves 0.1 µs a call."""
+    (signature,) = kernel.signatures
+    return kernel.overloads[signature].entry_point

@@ -1,44 +1,168 @@
-"""Sums over what several ranks have put into shared memory, by address: compiled where Numba knows the dtype."""
+"""Sums over what several ranks have put into shared memory, compiled for each dtype, and called by address.
+
+A sum is a C function ``(rows, num_rows, out, first, end)``: ``rows`` is the address of an array with the addresses of
+the inputs; values ``first`` to ``end`` of all of them are reduced, in that order, into the same place of the buffer at
+``out``, or with ``out`` 0 back into every input. Sums of 16-bit floats are taken in 32 bits.
+"""
 
 from __future__ import annotations
 
-import ctypes
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from gradsync.comm.shm_kernels import NUMBA_DTYPES, reduce_kernel
+from gradsync.comm.shm_atomics import as_bits, as_float, numba, pointer
 
-CHUNK = 32 * 1024  # values that torch sums at a time, so that they stay in the cache
+SUM, MAX, MIN = range(3)
+BLOCK = 2048  # values summed at a time: of 8 ranks they still fit the first-level cache
+SIGNATURE = "void(i8, i8, i8, i8, i8)"
 
-_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-
-
-def sum_rows(rows: np.ndarray, dtype: torch.dtype, first: int, end: int, op: str, *, out: int = 0) -> None:
-    """Reduce values ``first`` to ``end`` of the buffers at the addresses ``rows``, in that order.
-
-    The result goes to the same place of the buffer at ``out``, or, with ``out`` 0, of every row. Sums of 16-bit floats
-    are taken in 32 bits.
-    """
-    if dtype in NUMBA_DTYPES:
-        reduce_kernel(dtype, op)(rows, out, first, end, out == 0)
-        return
-    targets = [out] if out else rows.tolist()
-    for begin in range(first, end, CHUNK):
-        width = min(CHUNK, end - begin)
-        total: Tensor | None = None
-        for row in rows.tolist():
-            values = _tensor_at(row, begin, width, dtype)
-            wide = values.float() if dtype in (torch.float16, torch.bfloat16) else values.clone()
-            total = wide if total is None else _COMBINE[op](total, wide)
-        assert total is not None, "there is at least one rank"
-        for target in targets:
-            _tensor_at(target, begin, width, dtype).copy_(total)
+_OPS = {"sum": SUM, "max": MAX, "min": MIN}
+_DTYPES: dict[torch.dtype, Any] = {
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.int8: np.int8,
+    torch.uint8: np.uint8,
+    torch.int16: np.int16,
+    torch.uint16: np.uint16,
+    torch.int32: np.int32,
+    torch.uint32: np.uint32,
+    torch.int64: np.int64,
+    torch.uint64: np.uint64,
+}
 
 
-def _tensor_at(address: int, begin: int, numel: int, dtype: torch.dtype) -> Tensor:
-    num_bytes = numel * dtype.itemsize
-    memory = (ctypes.c_char * num_bytes).from_address(address + begin * dtype.itemsize)
-    return torch.frombuffer(memory, dtype=dtype)
+def sum_address(dtype: torch.dtype, op: str) -> int:
+    """The address of the compiled sum (max, min) of a dtype; compiles it when it is first asked for."""
+    if dtype == torch.bool:  # True + True is True
+        dtype, op = torch.uint8, "max" if op == "sum" else op
+    if dtype not in _DTYPES and dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"the shm transport can't reduce {dtype}. Use float, int or bool tensors, or a view as those.")
+    address: int = _compiled(dtype, _OPS[op]).address
+    return address
+
+
+@functools.cache
+def _compiled(dtype: torch.dtype, code: int) -> Any:
+    if dtype in _DTYPES:
+        return _compile(_native_sum(_DTYPES[dtype], code))
+    return _compile(_short_sum(dtype == torch.float16, code))
+
+
+def _compile(sum_rows: Callable[..., None]) -> Any:
+    # Kept on disk: what the function closes over (numbers and a type) is part of the key.
+    return numba.cfunc(SIGNATURE, cache=True)(sum_rows)
+
+
+@numba.njit(inline="always")
+def _combine(a: Any, b: Any, code: int) -> Any:
+    if code == SUM:
+        return a + b
+    if code == MAX:
+        return a if a > b or a != a else b  # a NaN stays, as with torch
+    return a if a < b or a != a else b
+
+
+def _native_sum(kind: Any, code: int) -> Callable[..., None]:
+    item = np.dtype(kind).itemsize
+
+    # Loops count from zero: only then does Numba know that no index is negative, and the compiler uses vectors.
+    def sum_rows(rows: int, num_rows: int, out: int, first: int, end: int) -> None:
+        inputs = numba.carray(pointer(rows), num_rows, np.int64)
+        start, count = first * item, end - first
+        if num_rows == 2:
+            a = numba.carray(pointer(inputs[0] + start), count, kind)
+            b = numba.carray(pointer(inputs[1] + start), count, kind)
+            # A loop for each place: where arrays may be the same one, the compiler does one value at a time.
+            if out == 0:
+                for i in range(count):
+                    value = _combine(a[i], b[i], code)
+                    a[i] = value
+                    b[i] = value
+            elif out == inputs[0]:
+                for i in range(count):
+                    a[i] = _combine(a[i], b[i], code)
+            elif out == inputs[1]:
+                for i in range(count):
+                    b[i] = _combine(a[i], b[i], code)
+            else:
+                c = numba.carray(pointer(out + start), count, kind)
+                for i in range(count):
+                    c[i] = _combine(a[i], b[i], code)
+            return
+        total = np.empty(BLOCK, kind)
+        for done in range(0, count, BLOCK):
+            at, width = start + done * item, min(BLOCK, count - done)
+            row = numba.carray(pointer(inputs[0] + at), width, kind)
+            for i in range(width):
+                total[i] = row[i]
+            for rank in range(1, num_rows):
+                row = numba.carray(pointer(inputs[rank] + at), width, kind)
+                for i in range(width):
+                    total[i] = _combine(total[i], row[i], code)
+            for rank in range(num_rows if out == 0 else 1):
+                row = numba.carray(pointer((inputs[rank] if out == 0 else out) + at), width, kind)
+                for i in range(width):
+                    row[i] = total[i]
+
+    return sum_rows
+
+
+# -- 16-bit floats: Numba has none, so their bits are widened and narrowed here ---------------------------------------
+
+
+@numba.njit(inline="always")
+def _widen(short: Any, half: bool) -> Any:
+    """The float32 of a float16's (``half``) or a bfloat16's bits."""
+    bits = np.uint32(short)
+    if not half:
+        return as_float(np.uint32(bits << 16))
+    rest = np.uint32(bits & 0x7FFF)
+    wide = np.uint32(np.uint32(rest << 13) + np.uint32((127 - 15) << 23))
+    wide = np.uint32(wide + np.uint32((128 - 16) << 23)) if rest >= 0x7C00 else wide  # inf and NaN
+    # zero, and what is below the normal numbers
+    wide = as_bits(np.float32(np.int32(rest)) * np.float32(2.0**-24)) if rest < 0x0400 else wide
+    return as_float(np.uint32(wide | np.uint32(np.uint32(bits & 0x8000) << 16)))
+
+
+@numba.njit(inline="always")
+def _narrow(value: Any, half: bool) -> Any:
+    """The 16 bits nearest to a float32; ties go to the even one."""
+    bits = as_bits(value)
+    rest = np.uint32(bits & 0x7FFFFFFF)
+    if not half:
+        odd = np.uint32(np.uint32(bits >> 16) & 1)
+        short = np.uint32(np.uint32(bits + np.uint32(odd + 0x7FFF)) >> 16)
+        return np.uint16(np.uint32(0x7FC0) if rest > 0x7F800000 else short)
+    odd = np.uint32(np.uint32(rest >> 13) & 1)
+    short = np.uint32(np.uint32(rest - np.uint32(((127 - 15) << 23) - 0xFFF) + odd) >> 13)
+    # Below the normal numbers, adding a half shifts the bits where they belong, and rounds.
+    tiny = np.uint32(as_bits(as_float(rest) + np.float32(0.5)) - np.uint32(0x3F000000))
+    short = tiny if rest < 0x38800000 else short
+    short = np.uint32(0x7C00) if rest >= 0x47800000 else short  # 65536 and more
+    short = np.uint32(0x7E00) if rest > 0x7F800000 else short  # NaN
+    return np.uint16(short | np.uint32(np.uint32(bits >> 16) & 0x8000))
+
+
+def _short_sum(half: bool, code: int) -> Callable[..., None]:
+    def sum_rows(rows: int, num_rows: int, out: int, first: int, end: int) -> None:
+        inputs = numba.carray(pointer(rows), num_rows, np.int64)
+        total = np.empty(BLOCK, np.float32)
+        for begin in range(first, end, BLOCK):
+            at, width = begin * 2, min(BLOCK, end - begin)
+            row = numba.carray(pointer(inputs[0] + at), width, np.uint16)
+            for i in range(width):
+                total[i] = _widen(row[i], half)
+            for rank in range(1, num_rows):
+                row = numba.carray(pointer(inputs[rank] + at), width, np.uint16)
+                for i in range(width):
+                    total[i] = _combine(total[i], _widen(row[i], half), code)
+            for rank in range(num_rows if out == 0 else 1):
+                row = numba.carray(pointer((inputs[rank] if out == 0 else out) + at), width, np.uint16)
+                for i in range(width):
+                    row[i] = _narrow(total[i], half)
+
+    return sum_rows

@@ -13,9 +13,9 @@ from gradsync.errors import CollectiveFailed, PeerLost
 NEWS_PATIENCE_S = 1.0  # a transport's own error can be quicker than the lifeline's news of who caused it
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Call:
-    """One collective under way: its number in the group, its name, and when it began."""
+    """One collective under way: its number in the group, its name, and when it began, or began to be waited for."""
 
     number: int
     what: str
@@ -30,18 +30,22 @@ class Watch:
         self.members = list(members)  # the world's rank of each rank of the group
         self.timeout_s = timeout_s
         self.key = key
-        self._count = 0
+        self.place = lifeline.here.enter(key)  # how many collectives began here, and what the last one was
 
     def enter(self, what: str, *, pair: bool = False) -> Call:
         """Note that a collective begins. A ``pair`` is not counted: most ranks have no part in it."""
         if not pair:
-            self._count += 1
-            self.lifeline.enter(self.key, self._count, what)
-        return Call(self._count, what, time.monotonic())
+            self.pass_by(what)
+        return Call(self.place[0], what, time.monotonic())
+
+    def pass_by(self, what: str) -> None:
+        """Note a collective that is over as soon as it begins."""
+        self.place[0] += 1
+        self.place[1] = what
 
     def retract(self, call: Call) -> None:
         """Say that this rank never finished a collective that it began: the others must not wait for its part."""
-        self.lifeline.enter(self.key, call.number - 1, f"{call.what}, which it did not finish")
+        self.place[:] = call.number - 1, f"{call.what}, which it did not finish"
 
     def check(self, call: Call) -> None:
         """For a rank that waits, now and then: raise if a peer is lost, or if the wait has been too long."""
