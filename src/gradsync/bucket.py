@@ -14,6 +14,7 @@ from torch.nn import Parameter
 MIB = 1 << 20
 BUCKET_BYTES = 25 * MIB  # larger => fewer, longer collectives; smaller => they start earlier in backward
 FIRST_BUCKET_BYTES = 1 * MIB  # small, so that the wire is busy soon after backward begins
+STREAMED_BYTES = 256 * 1024  # gradients from here on are written past the cache: it could not hold them anyhow
 ALIGN_BYTES = 64  # every gradient begins on a cache line: vector loads never straddle
 
 
@@ -58,9 +59,17 @@ class Slot:
             elif factor is None:
                 self.view.copy_(grad)
             else:
-                torch.mul(grad.detach(), factor, out=self.view)
+                self._multiply_in(grad.detach(), factor)
                 self.scaled = True
         self.param.grad = self.view
+
+    def _multiply_in(self, grad: Tensor, factor: float) -> None:
+        if not grad.is_cpu or grad.nbytes < STREAMED_BYTES:
+            torch.mul(grad, factor, out=self.view)
+            return
+        from gradsync.streaming import scale_into  # Numba takes a second to import
+
+        scale_into(self.view, grad, factor)
 
     def hold(self) -> None:
         """Take ``.grad`` away and keep what it gathered: clipping and ``step()`` then leave it alone."""
