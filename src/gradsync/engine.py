@@ -11,11 +11,9 @@ may clip, step and zero after every backward, and all of it passes over paramete
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +26,7 @@ from gradsync.claims import claim
 from gradsync.comm.base import Communicator
 from gradsync.errors import GradSyncError
 from gradsync.header import Header, Round
+from gradsync.hooks import Hooks
 from gradsync.planning import Planner
 from gradsync.replicas import Stateful, copy_training_state, hyperparameter_checksum, plain_name
 from gradsync.samedata import SameDataWatch
@@ -88,8 +87,9 @@ class Engine:
         self._same_data = SameDataWatch()
         self._uneven_leader: int | None = None
         self._lock = threading.RLock()  # on CUDA hooks come from autograd's device threads
-        self._accumulators: list[Any] = []  # autograd drops a node nobody holds, and its hooks with it
-        self._removers: list[Callable[[], None]] = [claim(self._params), self._anchor()]
+        release = claim(self._params)
+        self._hooks = Hooks(self, model)
+        self._hooks.also_remove(release)
         self._planner = Planner(
             self._params,
             comm,
@@ -98,42 +98,24 @@ class Engine:
             first_bucket_bytes=settings.first_bucket_bytes,
         )
         self._adopt_plan()
-        self._hook_parameters()
+        self._hooks.on_gradients(self._params.items(), Engine._on_gradient)
         if settings.accumulate > 1:
             self.watch_incoming()
         self._hook_optimizer()
 
     # -- hooks ----------------------------------------------------------------------------------------------------
 
-    def _anchor(self) -> Callable[[], None]:
-        self.model.__dict__["_gradsync"] = _Anchor(self)
-        return lambda: self.model.__dict__.pop("_gradsync", None)
-
     def _adopt_plan(self) -> None:
         self.strategy.attach(self.plan, self.comm)
 
-    def _hook_parameters(self) -> None:
-        for name, param in self._params.items():
-            hook = _from_parameter(self, Engine._on_gradient, name)
-            with _trainable(param):  # frozen ones too: nobody else would notice when all that trains is unfrozen later
-                self._removers.append(param.register_post_accumulate_grad_hook(hook).remove)
-
     def watch_incoming(self) -> None:
         """Also see gradients before autograd adds them up: needed once a window can have several backwards."""
-        if self._accumulators:
-            return
-        for param in self._params.values():
-            with torch.enable_grad(), _trainable(param):
-                node: Any = param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-            self._accumulators.append(node)
-            hook = _from_parameter(self, Engine._on_incoming)
-            self._removers.append(node.register_prehook(hook).remove)
+        self._hooks.on_incoming(self._params.values(), Engine._on_incoming)
 
     def _hook_optimizer(self) -> None:
         gate = StepGate(self)
-        before = self.optimizer.register_step_pre_hook(gate.before_step)
-        after = self.optimizer.register_step_post_hook(gate.after_step)
-        self._removers += [before.remove, after.remove]
+        self._hooks.also_remove(self.optimizer.register_step_pre_hook(gate.before_step).remove)
+        self._hooks.also_remove(self.optimizer.register_step_post_hook(gate.after_step).remove)
 
     def guard(self, event: Callable[..., Any], *args: Any) -> Any:
         """Run what a hook asks for, alone, and leave the engine marked if it fails: collectives may be half done."""
@@ -417,51 +399,7 @@ class Engine:
 
     def close(self) -> None:
         """Remove every hook, and give each parameter a gradient of its own again."""
-        for remove in self._removers:
-            remove()
-        self._removers.clear()
+        self._hooks.remove()
         for slot in self._all():
             slot.param.grad = slot.gathered()
-        self._accumulators.clear()
         self._planner.drop()
-
-
-class _Anchor:
-    """What keeps an engine for as long as its model lives. A copy or a pickle of the model leaves it behind."""
-
-    def __init__(self, engine: Engine | None = None) -> None:
-        self.engine = engine
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Anchor:
-        return _Anchor()
-
-    def __reduce__(self) -> tuple[type[_Anchor], tuple[()]]:
-        return _Anchor, ()
-
-
-def _from_parameter(engine: Engine, event: Callable[..., Any], *known: Any) -> Callable[..., Any]:
-    """A hook for a parameter. It does not keep the engine: the model does, by an anchor.
-
-    The garbage collector can't see through a parameter to its hooks, so a model that was dropped without close() would
-    live as long as the process.
-    """
-    reference = weakref.ref(engine)
-
-    def hook(*given: Any) -> Any:
-        alive = reference()
-        return None if alive is None else alive.guard(event, alive, *(known or given))
-
-    return hook
-
-
-@contextlib.contextmanager
-def _trainable(param: nn.Parameter) -> Iterator[None]:
-    """For as long as it takes to hook a parameter: torch refuses hooks on frozen ones, but keeps those it has."""
-    frozen = not param.requires_grad
-    if frozen:
-        param.requires_grad_(True)
-    try:
-        yield
-    finally:
-        if frozen:
-            param.requires_grad_(False)
