@@ -12,16 +12,8 @@ from torch import Tensor, nn
 
 import gradsync
 from gradsync.comm import Communicator, run_ranks
+from tests.models import build
 from tests.ranks import run_processes
-
-
-def build(seed: int = 0) -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.copy_(0.4 * torch.randn(param.shape, generator=generator))
-    return model
 
 
 def batch(comm: Communicator, step: int) -> Tensor:

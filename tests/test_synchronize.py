@@ -15,12 +15,7 @@ import gradsync
 from gradsync.comm import Communicator, run_ranks
 from gradsync.engine import Engine
 from gradsync.strategies import AllReduce, Verdict
-
-
-def build(seed: int = 0) -> nn.Sequential:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+from tests.models import build
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
