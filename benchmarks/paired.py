@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Sequence
@@ -37,6 +38,7 @@ def paired_ratio(above: Sequence[float], below: Sequence[float]) -> PairedRatio:
     )
 
 
+@functools.cache
 def t_quantile(probability: float, degrees: int) -> float:
     """Find Student's t by bisection on its distribution, integrated by Simpson's rule (no SciPy for one number)."""
     norm = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(degrees * math.pi)
