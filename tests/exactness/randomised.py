@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tests.exactness.cases import target
+from tests.exactness.cases.common import target
 from tests.exactness.context import Context, mse
 
 STEPS = 6
