@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import tempfile
 
 import pytest
 import torch
@@ -12,6 +14,9 @@ torch.set_num_threads(1)
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would everything that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# What the user's own `gradsync tune-comm` has measured is no part of the tests.
+os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="gradsync-tests-")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

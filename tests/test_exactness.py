@@ -15,16 +15,25 @@ from gradsync.comm import run_ranks
 from tests.exactness.cases import CASES
 from tests.exactness.context import Context, Outcome, run_case
 from tests.exactness.randomised import random_case
+from tests.mpi import run_mpi
 from tests.ranks import run_processes
+from tests.simulated import connect_on_hosts
 
 WORLDS = (2, 3, 4)
 OPTIMIZER_NAMES = ("sgd", "adamw")
 DTYPES = (torch.float64, torch.float32)
-# Where the cases run, and with which optimizers and dtypes: all four pairs, or a half that has each of them once.
+# Where the cases run, and with which optimizers and dtypes: all four pairs, a half that has each of them once, or one.
 # `pytest --exhaustive` runs all four everywhere: that takes twice as long.
 ALL = tuple((optimizer, dtype) for optimizer in OPTIMIZER_NAMES for dtype in DTYPES)
 HALF, OTHER_HALF = (ALL[0], ALL[3]), (ALL[1], ALL[2])
-PLACES = {("c10d", 2): ALL, ("c10d", 3): HALF, ("c10d", 4): OTHER_HALF, ("shm", 3): HALF}
+PLACES = {
+    ("c10d", 2): ALL,
+    ("c10d", 3): HALF,
+    ("c10d", 4): OTHER_HALF,
+    ("shm", 3): HALF,
+    ("mpi", 3): ALL[3:],
+    ("hierarchical", 4): ALL[:1],  # two hosts of two ranks each
+}
 RANDOM_SEEDS = range(1000, 1003)  # the random models that the real transports run; threads run more of them
 TOLERANCE = 1e-9
 GRANTED = 2.0  # in float32: at most twice as far from the float64 run as one float32 process is
@@ -89,7 +98,10 @@ def test_random_models_on_threads(seed: int, optimizer: str, world: int) -> None
 
 def run_everything(transport: str, pairs: Pairs) -> dict[Key, Outcome]:
     """All cases in one set of processes: starting them is what takes time."""
-    comm = gradsync.connect(transport, timeout_s=60)
+    if transport == "hierarchical":
+        comm: gradsync.Communicator = connect_on_hosts("aabb", timeout_s=60)
+    else:
+        comm = gradsync.connect(transport, timeout_s=60)
     return {
         (case, optimizer, dtype): run_named(comm, case, optimizer, dtype, comm.world_size)
         for case in (*CASES, *RANDOM_SEEDS)
@@ -99,7 +111,8 @@ def run_everything(transport: str, pairs: Pairs) -> dict[Key, Outcome]:
 
 @functools.cache
 def everything_on(transport: str, world: int, pairs: Pairs) -> list[dict[Key, Outcome]]:
-    return run_processes(world, run_everything, transport, pairs, timeout_s=400)
+    start = run_mpi if transport == "mpi" else run_processes
+    return start(world, run_everything, transport, pairs, timeout_s=400)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -127,7 +127,7 @@ def test_a_process_group_of_the_scripts_own_is_used() -> None:
 
 
 def test_connect_says_what_it_can() -> None:
-    with pytest.raises(ValueError, match="auto, c10d, shm, solo"):
+    with pytest.raises(ValueError, match="auto, c10d, shm, hierarchical, solo, mpi"):
         gradsync.connect("carrier pigeon")
     with pytest.raises(ValueError, match="already connected over 'solo'"):
         gradsync.connect("auto") and gradsync.connect("c10d")

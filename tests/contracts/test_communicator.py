@@ -18,6 +18,7 @@ from gradsync.comm.faulty import Faulty
 from gradsync.comm.threads import run_ranks
 from gradsync.errors import PeerLost
 from tests.contracts.communicator import CONTRACT, Check
+from tests.mpi import run_mpi
 from tests.ranks import run_processes
 
 TIMEOUT_S = 20.0
@@ -52,6 +53,10 @@ def _shm(size: int, check: Check, timeout_s: float) -> list[Any]:
     return run_processes(size, _connected, "shm", check, timeout_s, timeout_s=60.0)
 
 
+def _mpi(size: int, check: Check, timeout_s: float) -> list[Any]:
+    return run_mpi(size, _connected, "mpi", check, timeout_s)
+
+
 def _connected(transport: str, check: Check, timeout_s: float) -> Any:
     return check(connect(transport, timeout_s=timeout_s))
 
@@ -61,6 +66,7 @@ WORLDS = [
     *(World("threads", size, _threads) for size in (2, 3, 5)),
     *(World("c10d", size, _c10d) for size in (2, 3)),
     *(World("shm", size, _shm) for size in (2, 3, 5)),
+    *(World("mpi", size, _mpi) for size in (2, 3)),
     World("faulty", 3, _faulty),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
@@ -18,7 +19,8 @@ from rich.table import Table
 
 from gradsync import spec
 from gradsync.comm.base import DEFAULT_TIMEOUT_S, Solo
-from gradsync.comm.rendezvous import find_place, interface_address
+from gradsync.comm.connect import TRANSPORTS
+from gradsync.comm.rendezvous import find_place, interface_address, said_transport
 
 
 @click.command()
@@ -51,7 +53,7 @@ def gather() -> dict[str, Any]:
         "backends": {
             "gloo": dist.is_available() and dist.is_gloo_available(),
             "nccl": dist.is_available() and dist.is_nccl_available(),
-            "mpi": dist.is_available() and dist.is_mpi_available(),
+            "mpi": importlib.util.find_spec("mpi4py") is not None,
         },
         "devices": _devices(),
         "cores": _cores(),
@@ -138,8 +140,14 @@ def _find_place() -> dict[str, Any]:
 
 def _transport(place: dict[str, Any]) -> dict[str, Any]:
     """What ``connect(transport="auto")`` would choose here."""
-    if "problem" in place:
+    try:
+        asked = said_transport(TRANSPORTS)
+    except ValueError as error:
+        return {"auto": "none", "why": str(error)}
+    if "problem" in place and asked != "mpi":  # MPI itself knows where the ranks are
         return {"auto": "none", "why": place["problem"]}
+    if asked != "auto":
+        return {"auto": asked, "why": f"GRADSYNC_TRANSPORT={asked}", "timeout_s": DEFAULT_TIMEOUT_S}
     if place["world size"] == 1:
         return {"auto": Solo.transport, "why": Solo.why, "timeout_s": DEFAULT_TIMEOUT_S}
     said = f"{place['world size']} ranks, as {place['source']} says"

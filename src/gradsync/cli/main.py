@@ -8,6 +8,7 @@ import click
 
 from gradsync.cli.info import info
 from gradsync.cli.run import run
+from gradsync.cli.tune import tune
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -21,6 +22,7 @@ def main() -> None:
 
 main.add_command(run)
 main.add_command(info)
+main.add_command(tune)
 
 if __name__ == "__main__":
     main()

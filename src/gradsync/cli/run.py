@@ -25,6 +25,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from gradsync import spec
 from gradsync.cli.agent import Agent
+from gradsync.comm.connect import TRANSPORTS
 
 LOOPBACK = "127.0.0.1"
 
@@ -79,6 +80,16 @@ def _check_sync(ctx: click.Context, param: click.Parameter, text: str | None) ->
     return text
 
 
+def _check_transport(ctx: click.Context, param: click.Parameter, name: str | None) -> str | None:
+    if name == "mpi":
+        raise click.BadParameter(
+            "mpi is for ranks that MPI itself starts: GRADSYNC_TRANSPORT=mpi mpirun -n 4 python train.py"
+        )
+    if name is not None and name not in TRANSPORTS:
+        raise click.BadParameter(f"expected one of {', '.join(TRANSPORTS)}; got {name!r}.")
+    return name
+
+
 @click.command(
     cls=RunCommand,
     context_settings={
@@ -100,6 +111,13 @@ def _check_sync(ctx: click.Context, param: click.Parameter, text: str | None) ->
     type=click.FloatRange(min=0, min_open=True),
     help="Override the script's timeout: after so long a silent peer is given up.",
 )
+@click.option(
+    "--transport",
+    metavar="NAME",
+    envvar="GRADSYNC_TRANSPORT",
+    callback=_check_transport,
+    help="What moves the tensors, where the script leaves it open: c10d, shm.",
+)
 @click.option("--prefix", is_flag=True, help="Begin every line that a worker prints with its [rank].")
 @click.option("--verbose", is_flag=True, help="Show torchelastic's own log and its summary of a failure.")
 @click.argument("script")
@@ -112,6 +130,7 @@ def run(
     arguments: tuple[str, ...],
     sync: str | None,
     timeout_s: float | None,
+    transport: str | None,
     prefix: bool,
     verbose: bool,
     **given: Any,
@@ -134,7 +153,8 @@ def run(
         raise click.BadParameter(f"expected at least 1 worker; got {workers}.", param_hint="-n")
     # torchrun would say 1: cores would idle whenever there are fewer workers than cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // workers)))
-    for name, value in {"GRADSYNC_SYNC": sync, "GRADSYNC_TIMEOUT_S": timeout_s}.items():
+    said = {"GRADSYNC_SYNC": sync, "GRADSYNC_TIMEOUT_S": timeout_s, "GRADSYNC_TRANSPORT": transport}
+    for name, value in said.items():
         if value is not None:
             os.environ[name] = str(value)
     if prefix:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gradsync.comm.base import Communicator, Finished, ReduceOp, Work, check_contiguous, check_op, check_rows
 from gradsync.comm.feed import Feed
+from gradsync.comm.letters import Letter, OwnLetter
 from gradsync.comm.lifeline import Lifeline
 from gradsync.comm.rendezvous import Place, choose_gloo_interface
 from gradsync.comm.watch import Call, Watch
@@ -26,8 +27,12 @@ WAIT_SLICE = timedelta(seconds=0.05)  # how often a blocked rank looks whether a
 # Headers and objects are CPU tensors on every machine: a group needs Gloo beside NCCL.
 BACKENDS = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
+Launch = Callable[[dist.ProcessGroup], dist.Work | None]
+
 _naming = threading.Lock()
 _connections = itertools.count()  # how often this process has connected, as every rank has
+
+USERS, OURS = range(2)  # tags of messages: those of send() and recv(), and those that our own collectives are made of
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -84,6 +89,7 @@ class C10d(Communicator):
         self._group: dist.ProcessGroup | None = group
         self._splits = 0
         self._works: list[dist.Work] = []  # that were under way when last looked at
+        self._noting = threading.Lock()  # letters are started in other threads too
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
         check_op(op)
@@ -123,13 +129,18 @@ class C10d(Communicator):
 
     def send(self, tensor: Tensor, dst: int) -> Work:
         self._check_peer(dst, "dst")
-        check_contiguous(tensor)
-        return self._start(f"send to {dst}", tensor, lambda g: dist.isend(tensor, group_dst=dst, group=g), pair=True)
+        return self._post(tensor, _isend(tensor, dst, USERS), f"send to {dst}")
 
     def recv(self, tensor: Tensor, src: int) -> Work:
         self._check_peer(src, "src")
-        check_contiguous(tensor)
-        return self._start(f"recv from {src}", tensor, lambda g: dist.irecv(tensor, group_src=src, group=g), pair=True)
+        return self._post(tensor, _irecv(tensor, src, USERS), f"recv from {src}")
+
+    def letters(self, what: str) -> OwnLetters:
+        """What a collective of our own sends and receives through."""
+        self._opened(what)
+        call = self.watch.enter(what)
+        self.watch.raise_if_lost(call)
+        return OwnLetters(self, call)
 
     def barrier(self) -> None:
         # A sum and not the backend's own barrier: this one can be waited for in slices, so a lost peer ends it.
@@ -164,23 +175,77 @@ class C10d(Communicator):
     def _start_on(self, what: str, tensor: Tensor) -> Work:
         return self._start(what, tensor, lambda g: dist.all_reduce(tensor, group=g, async_op=True))
 
-    def _start(
-        self, what: str, tensor: Tensor, launch: Callable[[dist.ProcessGroup], dist.Work | None], *, pair: bool = False
-    ) -> Work:
-        if self._group is None:
-            raise ValueError(f"this communicator is closed: {what} is no longer possible.")
+    def _start(self, what: str, tensor: Tensor, launch: Launch) -> Work:
+        self._opened(what)
         if tensor.numel() == 0:
             return Finished()  # the same on every rank, since shapes agree; Gloo refuses some empty tensors
-        call = self.watch.enter(what, pair=pair)
+        call = self.watch.enter(what)
+        return C10dWork(self.launch(launch, call), self.watch, call, on_cuda=tensor.is_cuda)
+
+    def _post(self, tensor: Tensor, launch: Launch, what: str) -> Work:
+        check_contiguous(tensor)
+        self._opened(what)
+        if tensor.numel() == 0:
+            return Finished()
+        call = self.watch.enter(what, pair=True)
+        work = self.launch(launch, call)
+        if tensor.is_cuda:
+            return C10dWork(work, self.watch, call, on_cuda=True)
+        return Letter(work, self.watch, call)
+
+    def _opened(self, what: str) -> dist.ProcessGroup:
+        if self._group is None:
+            raise ValueError(f"this communicator is closed: {what} is no longer possible.")
+        return self._group
+
+    def launch(self, launch: Launch, call: Call) -> dist.Work:
+        """Start what belongs to a call."""
+        group = self._opened(call.what)
         self.watch.raise_if_lost(call)
         try:
-            work = launch(self._group)
+            work = launch(group)
         except RuntimeError as error:
             self.watch.raise_cause(call, str(error))
         assert work is not None, "an asynchronous call of a member returns its work"
-        self._works = [earlier for earlier in self._works if not earlier.is_completed()]
-        self._works.append(work)
-        return C10dWork(work, self.watch, call, on_cuda=tensor.is_cuda)
+        with self._noting:
+            self._works = [earlier for earlier in self._works if not earlier.is_completed()]
+            self._works.append(work)
+        return work
+
+
+class OwnLetters:
+    """The messages of one collective of our own: a port for steps.py, for a lane with a thread (lane.py)."""
+
+    def __init__(self, comm: C10d, call: Call) -> None:
+        self.rank = comm.rank
+        self.world_size = comm.world_size
+        self._comm = comm
+        self._call = call
+
+    def send(self, tensor: Tensor, dst: int) -> Work:
+        return self._post(tensor, _isend(tensor, dst, OURS))
+
+    def recv(self, tensor: Tensor, src: int) -> Work:
+        return self._post(tensor, _irecv(tensor, src, OURS))
+
+    def check(self, waiting_since_s: float) -> None:
+        self._comm.watch.check(dataclasses.replace(self._call, started_s=waiting_since_s))
+
+    def retract(self) -> None:
+        self._comm.watch.retract(self._call)
+
+    def _post(self, tensor: Tensor, launch: Launch) -> Work:
+        if tensor.numel() == 0:
+            return Finished()
+        return OwnLetter(self._comm.launch(launch, self._call), self._comm.watch, self._call)
+
+
+def _isend(tensor: Tensor, dst: int, tag: int) -> Launch:
+    return lambda group: dist.isend(tensor, group_dst=dst, group=group, tag=tag)
+
+
+def _irecv(tensor: Tensor, src: int, tag: int) -> Launch:
+    return lambda group: dist.irecv(tensor, group_src=src, group=group, tag=tag)
 
 
 def connect_c10d(place: Place, *, timeout_s: float, why: str) -> C10d:

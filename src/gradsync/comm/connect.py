@@ -6,17 +6,19 @@ import atexit
 import logging
 import sys
 import threading
+from collections.abc import Callable
 
 import torch.distributed as dist
 
 from gradsync.comm.base import DEFAULT_TIMEOUT_S, Communicator, Solo
 from gradsync.comm.c10d import C10d, connect_c10d
-from gradsync.comm.rendezvous import find_place
-from gradsync.comm.segment import can_share_memory
+from gradsync.comm.chosen import choose
+from gradsync.comm.hosts import describe_hosts, ranks_by_host, survey_hosts
+from gradsync.comm.rendezvous import find_place, said_table_file, said_transport
 
 log = logging.getLogger("gradsync")
 
-TRANSPORTS = ("auto", "c10d", "shm", "solo")
+TRANSPORTS = ("auto", "c10d", "shm", "hierarchical", "solo", "mpi")
 
 
 class _Process:
@@ -25,7 +27,7 @@ class _Process:
     lock = threading.Lock()
     comm: Communicator | None = None
     timeout_s: float | None = None  # what the launcher said, if it did
-    initialised_torch = False  # torch.distributed is ours to end
+    leave_in_order: Callable[[], None] | None = None  # what the transport does at an end where nobody was lost
 
 
 def connect(transport: str = "auto", *, timeout_s: float | None = None) -> Communicator:
@@ -38,8 +40,10 @@ def connect(transport: str = "auto", *, timeout_s: float | None = None) -> Commu
     (:class:`gradsync.PeerLost`).
 
     ``transport``: ``"c10d"`` (torch.distributed: Gloo for CPU tensors, NCCL for CUDA ones), ``"shm"`` (shared memory,
-    for CPU ranks on one host), ``"solo"``, or ``"auto"``: shared memory where it can be. ``comm.why`` says why it is
-    what it is.
+    for CPU ranks on one host), ``"hierarchical"`` (for CPU ranks on several hosts: shared memory within, c10d across),
+    ``"mpi"`` (for ranks that mpirun or srun started), ``"solo"``, or ``"auto"``: what the environment variable
+    ``GRADSYNC_TRANSPORT`` says, and if it is not set, shared memory as far as it goes. ``comm.why`` says why it is what
+    it is.
 
     >>> import gradsync
     >>> comm = gradsync.connect()
@@ -69,6 +73,21 @@ def connect(transport: str = "auto", *, timeout_s: float | None = None) -> Commu
 
 
 def _connect(transport: str, timeout_s: float) -> Communicator:
+    said = said_transport(TRANSPORTS) if transport == "auto" else transport
+    comm = _connect_over(said, timeout_s)
+    if said != transport:
+        comm.why = f"{comm.why}; GRADSYNC_TRANSPORT={said}"
+    return comm
+
+
+def _connect_over(transport: str, timeout_s: float) -> Communicator:
+    if transport == "mpi":
+        from gradsync.comm.mpi import connect_mpi  # it loads the MPI library
+
+        world = connect_mpi(timeout_s=timeout_s)
+        _Process.leave_in_order = world.leave_in_order
+        atexit.register(_leave)
+        return world
     place = find_place()
     adopted = dist.is_initialized()
     world_size = dist.get_world_size() if adopted else place.world_size
@@ -78,25 +97,42 @@ def _connect(transport: str, timeout_s: float) -> Communicator:
                 f"transport={transport!r} needs a launcher; no torchrun, MPI or Slurm is seen. Use `gradsync run`."
             )
         return Solo(timeout_s=timeout_s)
-    _Process.initialised_torch = not adopted
     why = "the script's own process group" if adopted else f"{world_size} ranks, as {place.source} says"
     group = connect_c10d(place, timeout_s=timeout_s, why=why)
+    if not adopted:
+        _Process.leave_in_order = _end_torch_distributed
     # At a normal exit the others must learn that this rank left in order, and did not die.
     atexit.register(_leave)
-    return group if transport == "c10d" else _faster(group, transport)
+    # (A rank 0 that has nothing to do is not gone before the others have reached its lifeline: both calls meet.)
+    comm = group if transport == "c10d" else _faster(group, transport)
+    return choose(comm, said_table_file())
 
 
 def _faster(group: C10d, transport: str) -> Communicator:
-    """The group over shared memory where its ranks can have it; else the group, which says why not."""
-    obstacle = can_share_memory(group)
-    if not obstacle:
+    """The group over shared memory, as far as its ranks share hosts; or the group, which says why not."""
+    hosts, obstacle = survey_hosts(group)
+    ranks = ranks_by_host(hosts)
+    wanted = transport
+    if transport == "auto":
+        wanted = "shm" if len(ranks) == 1 else "hierarchical"
+    if not obstacle and wanted == "shm" and len(ranks) > 1:
+        obstacle = f"the ranks are on several hosts ({describe_hosts(ranks)})"
+    if not obstacle and wanted == "hierarchical" and len(ranks) == 1:
+        obstacle = "all ranks are on one host, where 'shm' does it alone"
+    if not obstacle and wanted == "hierarchical" and len(ranks) == len(hosts):
+        obstacle = "every rank is on a host of its own"
+    if obstacle and transport != "auto":
+        raise ValueError(f"transport={transport!r} is not possible here: {obstacle}.")
+    if obstacle:
+        group.why = f"{group.why}; {obstacle}"
+        return group
+    if wanted == "shm":
         from gradsync.comm.shm import Shm  # Numba takes a second to import
 
         return Shm(group, why=f"{group.why}; all on one host")
-    if transport == "shm":
-        raise ValueError(f"transport='shm' is not possible here: {obstacle}.")
-    group.why = f"{group.why}; {obstacle}"
-    return group
+    from gradsync.comm.hierarchical import connect_hierarchical
+
+    return connect_hierarchical(group, hosts)
 
 
 def _leave() -> None:
@@ -111,14 +147,19 @@ def disconnect(*, failure: str = "") -> None:
     """
     with _Process.lock:
         comm, _Process.comm = _Process.comm, None
-        ours, _Process.initialised_torch = _Process.initialised_torch, False
+        leave_in_order, _Process.leave_in_order = _Process.leave_in_order, None
     lifeline = comm.lifeline if comm is not None else None
     if lifeline is not None:
         broken = bool(lifeline.lost) or bool(failure)
         lifeline.close(failure)
-        # With a peer lost there are collectives under way that will never end, and destroying would wait for them.
-        if ours and dist.is_initialized() and not broken:
-            dist.destroy_process_group()
+        # With a peer lost there are collectives under way that will never end, and a transport would wait for them.
+        if leave_in_order is not None and not broken:
+            leave_in_order()
+
+
+def _end_torch_distributed() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def override_timeout(timeout_s: float) -> None:

@@ -11,8 +11,10 @@ import re
 import socket
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+
+from gradsync.comm.choice import TableFile, table_file
 
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
@@ -54,6 +56,49 @@ def find_place(environ: Mapping[str, str] = os.environ) -> Place:
         names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
         return _place(environ, "PMI", *names, job=environ.get("PMI_ID", "") or environ.get("PMI_PORT", ""))
     return Place(rank=0, world_size=1, source="nothing")
+
+
+def said_transport(known: Collection[str], environ: Mapping[str, str] = os.environ) -> str:
+    """The transport that ``GRADSYNC_TRANSPORT`` asks for, for scripts that leave it open; "auto" when it is not set.
+
+    >>> from gradsync.comm.rendezvous import said_transport
+    >>> said_transport(("auto", "mpi"), {"GRADSYNC_TRANSPORT": "mpi"}), said_transport(("auto", "mpi"), {})
+    ('mpi', 'auto')
+    """
+    name = environ.get("GRADSYNC_TRANSPORT") or "auto"
+    if name not in known:
+        raise ValueError(f"GRADSYNC_TRANSPORT must be one of {', '.join(known)}; got {name!r}.")
+    return name
+
+
+def said_table_file() -> TableFile:
+    """Where the measured all-reduce algorithms are kept: see choice.py."""
+    return table_file(os.environ)
+
+
+def started_by_mpi(environ: Mapping[str, str] = os.environ) -> int | None:
+    """How many ranks were started, as far as the environment says; None when no launcher has spoken.
+
+    Refuses torchrun's: its workers are not MPI's, even where the launcher itself was started by MPI.
+
+    >>> from gradsync.comm.rendezvous import started_by_mpi
+    >>> started_by_mpi({"OMPI_COMM_WORLD_SIZE": "4"})
+    4
+    """
+    if "TORCHELASTIC_RUN_ID" in environ:
+        raise ValueError(
+            "transport='mpi' needs ranks that MPI has started; these were started by torchrun or `gradsync run`. "
+            "Use `mpirun -n 4 python train.py`, or another transport."
+        )
+    names = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "WORLD_SIZE")
+    said = [int(environ[name]) for name in names if environ.get(name, "").isdigit()]
+    return max(said) if said else None
+
+
+def own_addresses() -> list[str]:
+    """The IPv4 addresses of this host under which others may reach it."""
+    found = [interface_address(name) for _, name in socket.if_nameindex()]
+    return [address for address in found if address is not None and not address.startswith("127.")]
 
 
 def _place(

@@ -16,9 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gradsync.comm import futex
 from gradsync.comm.base import Communicator
-from gradsync.comm.objects import all_gather_object, broadcast_object
+from gradsync.comm.objects import broadcast_object
 
 PAGE_BYTES = mmap.PAGESIZE
 # Parts that lie a multiple of this apart confuse a core that walks them together: measured, 15 times slower.
@@ -30,19 +29,6 @@ def host_identity() -> list[str]:
     boot = Path("/proc/sys/kernel/random/boot_id")
     spaces = [os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "net")] if boot.exists() else ["", ""]
     return [boot.read_text().strip() if boot.exists() else "", *spaces]
-
-
-def can_share_memory(comm: Communicator) -> str:
-    """Why the ranks can't share memory; empty when they can. Blocks: every rank must ask."""
-    able = hasattr(os, "memfd_create") and futex.available()
-    answers = all_gather_object(comm, [able, torch.cuda.is_available(), host_identity()])
-    if any(answer[1] for answer in answers):
-        return "there are GPUs, whose tensors NCCL moves"
-    if any(answer[2] != answers[0][2] for answer in answers):
-        return "the ranks are on several hosts"
-    if not all(answer[0] for answer in answers):
-        return "this system has no memfd, or its futex call is not known"
-    return ""
 
 
 class Segment:

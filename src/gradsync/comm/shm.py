@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from gradsync.comm.segment import Segment, share
 from gradsync.comm.shm_floor import Floor
 from gradsync.comm.shm_kernels import (
     ALIGN,
+    APART,
     BROADCAST,
     COUNT,
     DIRECT,
@@ -38,7 +39,6 @@ from gradsync.comm.shm_kernels import (
     ITEM,
     KIND,
     MAIL_BYTES,
-    MINE,
     NUM_TURNS,
     OUT,
     PUT,
@@ -47,9 +47,11 @@ from gradsync.comm.shm_kernels import (
     SHARE,
     SLICES,
     SLOT_BYTES,
+    TURN,
     WIDTH,
+    num_turns,
     quick,
-    reduce_small,
+    reduce_eagerly,
     slice_start,
 )
 from gradsync.comm.shm_sums import sum_address
@@ -62,7 +64,7 @@ YIELDS = 50  # offers before this rank sleeps
 NAP_S = 0.05  # how long it sleeps before it looks whether a peer is lost
 
 FINISHED = Finished()
-_reduce_small = quick(reduce_small)
+_reduce_eagerly = quick(reduce_eagerly)
 _BUSY: weakref.WeakSet[Shm] = weakref.WeakSet()  # this process's communicators that have work under way
 
 
@@ -71,17 +73,20 @@ class Shm(Communicator):
 
     transport = "shm"
 
-    def __init__(self, base: C10d, *, why: str) -> None:
+    def __init__(self, base: C10d, *, why: str, beside: Shm | None = None) -> None:
         super().__init__(base.rank, base.world_size, timeout_s=base.timeout_s, feed=base.feed)
         self.why = why
         self._base = base
-        self._watch = Watch(base.lifeline, base.watch.members, f"{base.watch.key}/shm", base.timeout_s)
+        key = f"{base.watch.key}/shm{'' if beside is None else '/beside'}"
+        self._watch = Watch(base.lifeline, base.watch.members, key, base.timeout_s)
         self._floor: Floor | None = Floor(base)
+        # Two ranks, or little data: everybody sums everything, and meets once. Else each sums its slice for all.
+        self._in_slices = base.world_size > 2
         self._lock = threading.RLock()
         self._queue: deque[ShmWork] = deque()
         self._mail: dict[tuple[int, int], deque[ShmWork]] = {}
         self._pieces: dict[tuple[int, int], int] = {}  # by (sender, receiver): pieces of mail so far
-        self._allocated: dict[int, tuple[Segment, int, torch.dtype]] = {}
+        self._allocated: dict[int, tuple[Segment, int]] = {} if beside is None else beside._allocated  # and its bytes
         self._sums: dict[tuple[torch.dtype, str], tuple[int, int]] = {}
         base.lifeline.before_leaving.append(weakref.WeakMethod(self._give_up))
 
@@ -90,27 +95,29 @@ class Shm(Communicator):
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
         sum_rows, item = self._sums.get((tensor.dtype, op)) or self._find_sum(tensor.dtype, op)
         address, num_bytes = tensor.data_ptr(), tensor.nbytes
-        if num_bytes > SLOT_BYTES or self._queue or address in self._allocated or not num_bytes:
+        if (num_bytes > SLOT_BYTES and self._in_slices) or self._queue or address in self._allocated or not num_bytes:
             return self._reduce_large(tensor, sum_rows, item, f"all_reduce({op})")
-        # As short a way as there is for little data: where the peers are here too, it is over after one call.
-        floor = self._floor
+        # As short a way as there is: where the peers are here too, it is over after one call.
+        floor, place = self._floor, self._watch.place
         if floor is None or not (tensor.is_cpu and tensor.is_contiguous()):
             floor = self._open_floor("all_reduce", tensor)
         with self._lock:
-            floor.turns = number = floor.turns + 1
-            if _reduce_small(floor.address, sum_rows, address, num_bytes, item, number, EAGER_SPINS):
-                self._watch.pass_by("all_reduce")
+            number = floor.turns + 1
+            turns = 1 if num_bytes <= SLOT_BYTES else num_turns(num_bytes)
+            floor.turns += turns
+            taken = _reduce_eagerly(floor.address, sum_rows, address, num_bytes, item, number, EAGER_SPINS)
+            if taken == turns:
+                place[0] += 1
+                place[1] = "all_reduce"
                 return FINISHED
-            count = num_bytes // item
-            words = {KIND: DIRECT, FIRST: number, NUM_TURNS: 1, PUT: 1, COUNT: count, WIDTH: count}
-            words |= {ITEM: item, IN: address, OUT: address}
+            words = {KIND: DIRECT, FIRST: number, NUM_TURNS: turns, TURN: taken, PUT: min(turns, taken + 2)}
+            words |= {COUNT: num_bytes // item, WIDTH: SLOT_BYTES // item, ITEM: item, IN: address, OUT: address}
             return self._begin(Staged(self, floor, self._watch.enter("all_reduce"), (tensor,), sum_rows, words))
 
     def _reduce_large(self, tensor: Tensor, sum_rows: int, item: int, what: str) -> Work:
         if tensor.data_ptr() in self._allocated:
             return self._in_place(what, tensor, sum_rows, EVERYWHERE)
-        # Two ranks, or little data: everybody sums everything, and meets once. Else each sums its slice for all.
-        kind = DIRECT if self.world_size == 2 or tensor.nbytes <= SLOT_BYTES else SLICES
+        kind = SLICES if self._in_slices and tensor.nbytes > SLOT_BYTES else DIRECT
         return self._stage(what, kind, tensor, tensor, tensor.nbytes // item, item, sum_rows=sum_rows)
 
     def all_gather(self, tensor: Tensor, *, out: Tensor) -> Work:
@@ -166,41 +173,59 @@ class Shm(Communicator):
         assert base is None or isinstance(base, C10d), "a split is of the same kind"
         return None if base is None else Shm(base, why=self.why)
 
+    def beside(self) -> Shm:
+        """Another order of collectives for the same ranks, on the same buffers. Blocks: all ranks call it."""
+        return Shm(self._base, why=self.why, beside=self)
+
     # -- buffers in shared memory ---------------------------------------------------------------------------------
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A bucket in shared memory, zeroed by its own rank so that its pages are near. Blocks: all ranks call it."""
         if device.type != "cpu" or numel == 0:
             return super().allocate(numel, dtype, device)
+        return self.reserve(numel, dtype).zero_()
+
+    def reserve(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor in shared memory, which takes none before it is written to. Blocks: all ranks call it."""
         segment = share(self._base, numel * dtype.itemsize)
-        buffer = segment.view(self.rank, numel, dtype).zero_()
+        buffer = segment.view(self.rank, numel, dtype)
         key = buffer.data_ptr()
-        self._allocated[key] = (segment, numel, dtype)
+        self._allocated[key] = (segment, buffer.nbytes)
         weakref.finalize(buffer, self._allocated.pop, key, None)
         return buffer
 
-    def slice_of(self, numel: int) -> tuple[int, int]:
-        """The values of a buffer that this rank sums for all: from, to."""
-        return slice_start(numel, self.world_size, self.rank), slice_start(numel, self.world_size, self.rank + 1)
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a part of what ``allocate`` gave."""
+        return tensor.untyped_storage().data_ptr() in self._allocated
 
-    def reduce_slice(self, buffer: Tensor, *, op: ReduceOp = "sum") -> Work:
-        """Sum this rank's slice of everybody's ``buffer`` into its own; the rest of it stays as it was."""
-        return self._in_place(f"reduce_slice({op})", buffer, self._find_sum(buffer.dtype, op)[0], MINE)
+    def slice_of(self, numel: int, lanes: int | None = None) -> tuple[int, int]:
+        """The values of a buffer that this rank holds for all: from, to. A rank from ``lanes`` on holds none."""
+        lanes = self.world_size if lanes is None else lanes
+        return slice_start(numel, lanes, self.rank), slice_start(numel, lanes, self.rank + 1)
 
-    def share_slice(self, buffer: Tensor) -> Work:
-        """Give everybody this rank's slice of its ``buffer``, and take theirs."""
-        return self._in_place("share_slice", buffer, 0, SHARE)
+    def reduce_slice(self, buffer: Tensor, *, op: ReduceOp = "sum", lanes: int | None = None) -> Work:
+        """Sum everybody's ``buffer``: this rank's slice into its own. The rest of it stays as it was."""
+        return self._in_place(f"reduce_slice({op})", buffer, self._find_sum(buffer.dtype, op)[0], APART, lanes)
 
-    def _in_place(self, what: str, tensor: Tensor, sum_rows: int, mode: int) -> Work:
+    def share_slice(self, buffer: Tensor, *, lanes: int | None = None, out: Tensor | None = None) -> Work:
+        """Give everybody this rank's slice of its ``buffer``, and take theirs, to ``out`` if that is given."""
+        return self._in_place("share_slice", buffer, 0, SHARE, lanes, out)
+
+    def _in_place(
+        self, what: str, tensor: Tensor, sum_rows: int, mode: int, lanes: int | None = None, out: Tensor | None = None
+    ) -> Work:
         floor = self._open_floor(what, tensor)
-        segment, numel, dtype = self._allocated.get(tensor.data_ptr(), (None, 0, None))
-        if segment is None or tensor.numel() > numel or tensor.dtype != dtype:
-            raise ValueError(f"{what} takes what allocate() gave, or its beginning; got another tensor.")
-        rows = np.array([segment.address_of(rank) for rank in range(self.world_size)])
+        start = tensor.untyped_storage().data_ptr()
+        segment, num_bytes = self._allocated.get(start, (None, 0))
+        at = tensor.data_ptr() - start
+        if segment is None or at + tensor.nbytes > num_bytes:
+            raise ValueError(f"{what} takes what allocate() gave, or a part of it; got another tensor.")
+        rows = np.array([segment.address_of(rank) + at for rank in range(self.world_size)])
+        slices = (mode, lanes or self.world_size, tensor if out is None else out)
         with self._lock:
             call = self._watch.enter(what)
             self._watch.raise_if_lost(call)
-            return self._begin(InPlace(self, floor, call, tensor, rows, sum_rows, mode))
+            return self._begin(InPlace(self, floor, call, tensor, rows, sum_rows, *slices))
 
     # -- moving on ------------------------------------------------------------------------------------------------
 
@@ -284,7 +309,7 @@ class Shm(Communicator):
             if tries < YIELDS:
                 os.sched_yield()
             else:
-                self._nap(work, self._floor)
+                self.nap(NAP_S, work.done)
                 self._watch.check(work.call)
             self.progress(spins=SPINS)
 
@@ -297,11 +322,14 @@ class Shm(Communicator):
                 finally:
                     other._lock.release()
 
-    def _nap(self, work: ShmWork, floor: Floor) -> None:
+    def nap(self, limit_s: float, is_over: Callable[[], bool]) -> None:
+        """Sleep until a peer rings, unless what this rank waits for is over. ``is_over`` must move it on."""
+        floor = self._floor
+        if floor is None:
+            return
         bell = floor.fall_asleep()
-        self.progress(spins=1)  # whoever published before it could see this rank asleep did not ring
-        if not work.over:
-            floor.sleep(bell, NAP_S)
+        if not is_over():  # whoever published before it could see this rank asleep did not ring
+            floor.sleep(bell, limit_s)
         floor.wake_up()
 
     # -- small things ---------------------------------------------------------------------------------------------

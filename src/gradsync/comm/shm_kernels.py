@@ -120,36 +120,49 @@ def slice_start(count: int, world_size: int, rank: int) -> int:
 # -- buffers that lie in shared memory: reduced in place --------------------------------------------------------------
 
 NOT_YET, HAS_ARRIVED, HAS_SUMMED, IS_OVER = range(4)
-EVERYWHERE, MINE, SHARE = range(3)  # sum my slice into all buffers; into mine alone; or fetch the others' slices
+EVERYWHERE, APART, SHARE = range(3)  # sum into all buffers; each lane's values into its buffer; or fetch the lanes'
 
 
-@numba.njit("void(i8, i8, i8, i8, i8, i8)", nogil=True, cache=True)
-def _do_slice(floor: int, sum_rows: int, rows: int, count: int, item: int, mode: int) -> None:
+@numba.njit("void(i8, i8, i8, i8, i8, i8, i8, i8)", nogil=True, cache=True)
+def _do_slice(floor: int, sum_rows: int, rows: int, count: int, item: int, mode: int, lanes: int, out: int) -> None:
+    """This rank's part. A *lane* is a rank whose buffer holds a slice for all, which SHARE fetches to ``out``."""
     words = words_at(floor, FLOOR_WORDS)
     rank, world_size = words[RANK], words[WORLD]
     addresses = words_at(rows, world_size)
     first, end = slice_start(count, world_size, rank), slice_start(count, world_size, rank + 1)
     if mode == EVERYWHERE:
         call_sum(sum_rows, rows, world_size, 0, first, end)
-    elif mode == MINE:
-        call_sum(sum_rows, rows, world_size, addresses[rank], first, end)
-    else:
-        for peer in range(world_size):
-            first, end = slice_start(count, world_size, peer), slice_start(count, world_size, peer + 1)
-            if peer != rank and end > first:
-                copy(addresses[rank] + first * item, addresses[peer] + first * item, (end - first) * item)
+        return
+    for lane in range(lanes):
+        begin, stop = slice_start(count, lanes, lane), slice_start(count, lanes, lane + 1)
+        if mode == APART:  # all ranks sum, also where the lanes are fewer
+            begin, stop = max(begin, first), min(stop, end)
+            if stop > begin:
+                call_sum(sum_rows, rows, world_size, addresses[lane], begin, stop)
+        elif stop > begin and addresses[lane] != out:
+            copy(out + begin * item, addresses[lane] + begin * item, (stop - begin) * item)
 
 
-@numba.njit("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8)", nogil=True, cache=True)
+@numba.njit("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)", nogil=True, cache=True)
 def in_place(
-    floor: int, sum_rows: int, rows: int, count: int, item: int, mode: int, number: int, phase: int, spins: int
+    floor: int,
+    sum_rows: int,
+    rows: int,
+    count: int,
+    item: int,
+    mode: int,
+    lanes: int,
+    out: int,
+    number: int,
+    phase: int,
+    spins: int,
 ) -> int:
     """Move a collective on the buffers at ``rows`` on from its ``phase``; returns the phase it came to."""
     if phase == NOT_YET:
         publish(floor, ARRIVED, number)
         phase = HAS_ARRIVED
     if phase == HAS_ARRIVED and all_at(floor, ARRIVED, number, spins):
-        _do_slice(floor, sum_rows, rows, count, item, mode)
+        _do_slice(floor, sum_rows, rows, count, item, mode, lanes, out)
         publish(floor, DONE, number)
         phase = HAS_SUMMED
     if phase == HAS_SUMMED and all_at(floor, DONE, number, spins):
@@ -265,17 +278,33 @@ def through_slots(floor: int, sum_rows: int, state: int, spins: int) -> bool:
     return True
 
 
-@numba.njit("b1(i8, i8, i8, i8, i8, i8, i8)", nogil=True, cache=True)
-def reduce_small(floor: int, sum_rows: int, address: int, num_bytes: int, item: int, number: int, spins: int) -> bool:
-    """An all-reduce of one slotful, in one call if the others come in time; if not, this rank has arrived."""
+@numba.njit("i8(i8)", nogil=True, cache=True)
+def num_turns(num_bytes: int) -> int:
+    """How many slotfuls there are in so many bytes."""
+    return (num_bytes + SLOT_BYTES - 1) // SLOT_BYTES
+
+
+@numba.njit("i8(i8, i8, i8, i8, i8, i8, i8)", nogil=True, cache=True)
+def reduce_eagerly(floor: int, sum_rows: int, address: int, num_bytes: int, item: int, number: int, spins: int) -> int:
+    """An all-reduce in which everybody sums everything, as far as the others are here: returns the turns it took.
+
+    What is left goes on as DIRECT work, with one turn more put than taken.
+    """
     words = words_at(floor, FLOOR_WORDS)
-    world_size = words[WORLD]
-    copy(words_at(slots_of(floor, number, world_size), world_size)[words[RANK]], address, num_bytes)
-    publish(floor, ARRIVED, number)
-    if not all_at(floor, ARRIVED, number, spins):
-        return False
-    _sum_all(floor, sum_rows, number, address, num_bytes // item)
-    return True
+    rank, world_size = words[RANK], words[WORLD]
+    turns: int = num_turns(num_bytes)
+    put = 0
+    for turn in range(turns):
+        while put < min(turns, turn + 2):
+            slot = words_at(slots_of(floor, number + put, world_size), world_size)[rank]
+            copy(slot, address + put * SLOT_BYTES, min(SLOT_BYTES, num_bytes - put * SLOT_BYTES))
+            publish(floor, ARRIVED, number + put)
+            put += 1
+        if not all_at(floor, ARRIVED, number + turn, spins):
+            return turn
+        done = turn * SLOT_BYTES
+        _sum_all(floor, sum_rows, number + turn, address + done, min(SLOT_BYTES, num_bytes - done) // item)
+    return turns
 
 
 def quick(kernel: Any) -> Any:

@@ -61,15 +61,26 @@ class ShmWork(Work):
 class InPlace(ShmWork):
     """A collective on buffers that lie in shared memory: one turn, no copy in or out.
 
-    ``rows``: the addresses of everybody's buffer. It uses no slot, so it may arrive before earlier ones are over.
+    ``rows``: the addresses of everybody's buffer. ``out``: where to fetch the lanes' values to, if that is the task.
+    It uses no slot, so it may arrive before earlier ones are over.
     """
 
     def __init__(
-        self, mover: Mover, floor: Floor, call: Call, tensor: torch.Tensor, rows: np.ndarray, sum_rows: int, mode: int
+        self,
+        mover: Mover,
+        floor: Floor,
+        call: Call,
+        tensor: torch.Tensor,
+        rows: np.ndarray,
+        sum_rows: int,
+        mode: int,
+        lanes: int,
+        out: torch.Tensor,
     ) -> None:
         super().__init__(mover, floor, call)
-        self._rows, self._keep = rows, tensor
-        self._work = (floor.address, sum_rows, rows.ctypes.data, tensor.numel(), tensor.dtype.itemsize, mode)
+        self._rows, self._keep = rows, (tensor, out)
+        what = (rows.ctypes.data, tensor.numel(), tensor.dtype.itemsize, mode, lanes, out.data_ptr())
+        self._work = (floor.address, sum_rows, *what)
         self._number = floor.reserve(1)
         self._phase = NOT_YET
 

@@ -1,0 +1,112 @@
+"""``gradsync tune-comm``: a real small run, what it says and saves, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from gradsync.cli.main import main
+from gradsync.comm.choice import CHOICES, load_tables, this_machine
+from tests.ranks import run_processes
+
+QUICK = ("--max-bytes", "16K", "--rounds", "1")
+
+
+@pytest.fixture(autouse=True)
+def outside_of_a_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "PMI_RANK", "GRADSYNC_COLLECTIVES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+
+
+def gradsync(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments, prog_name="gradsync")
+
+
+def test_it_starts_workers_measures_shows_and_saves(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "gradsync.cli.main", "tune-comm", "-n", "2", "--transport", "c10d", *QUICK]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env={**os.environ, "COLUMNS": "120"})
+    assert done.returncode == 0, done.stderr
+    path = tmp_path / "gradsync" / "collectives.json"
+    (table,) = load_tables(path)
+    assert table.group == ("c10d", 2, 1)
+    assert table.machine == this_machine()
+    assert "all-reduce over c10d, 2 workers on one host" in done.stdout
+    for word in (*CHOICES, "4 KiB", "16 KiB", "◂", "GB/s"):
+        assert word in done.stdout
+    assert "64 KiB" not in done.stdout
+    assert "until now: native everywhere, as nothing was measured" in done.stdout
+    assert f"Saved to {path}." in done.stdout
+    assert "Runs of 2 workers on" in done.stdout
+
+
+def as_worker(folder: str, *arguments: str) -> str:
+    os.environ["XDG_CONFIG_HOME"] = folder
+    result = gradsync("tune-comm", *QUICK, *arguments)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return f"{result.exit_code} {result.output}"
+
+
+def test_under_a_launcher_it_measures_with_the_workers_that_there_are(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    named = {"GRADSYNC_COLLECTIVES": str(path)}
+    first, other = run_processes(2, as_worker, str(tmp_path), "--transport", "shm", env=named)
+    assert first.startswith("0 ")
+    assert f"GRADSYNC_COLLECTIVES={path}" in first
+    assert other == "0 ", "only rank 0 speaks"
+    assert [table.group for table in load_tables(path)] == [("shm", 2, 1)]
+
+
+def test_a_dry_run_saves_nothing(tmp_path: Path) -> None:
+    first, _ = run_processes(2, as_worker, str(tmp_path), "--dry-run", "--transport", "c10d")
+    assert "Nothing is saved: this was a dry run." in first
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_workers_hear_of_a_file_that_is_broken(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text("[]")
+    for told in run_processes(2, as_worker, str(tmp_path), "--output", str(path)):
+        assert told.startswith(f"1 Error: {path}: it must be an object")
+    assert path.read_text() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "expected -n, the number of workers"),
+        (["-n", "1"], "expected at least 2 workers, since one has nobody to talk to; got 1"),
+        (["-n", "x"], "'x' is not a valid integer"),
+        (["-n", "2", "--rounds", "0"], "0 is not in the range x>=1"),
+        (["-n", "2", "--max-bytes", "1K"], "expected a number of bytes of at least 4096, such as 64K; got '1K'"),
+        (["-n", "2", "--max-bytes", "lots"], "got 'lots'"),
+        (["-n", "2", "--transport", "pigeon"], "'pigeon' is not one of"),
+        (["-n", "2", "--output", "/dev/null/x.json"], "/dev/null/x.json"),
+        (["-n", "2", "--output", "/"], "is a directory"),
+    ],
+)
+def test_a_mistake_is_said_before_any_worker_starts(arguments: list[str], said: str) -> None:
+    result = gradsync("tune-comm", *arguments)
+    assert result.exit_code in (1, 2)
+    assert said in result.output
+
+
+def test_a_broken_file_is_said_before_any_worker_starts(tmp_path: Path) -> None:
+    (tmp_path / "gradsync").mkdir()
+    (tmp_path / "gradsync" / "collectives.json").write_text("{}")
+    result = gradsync("tune-comm", "-n", "2")
+    assert result.exit_code == 1
+    assert f"{tmp_path}/gradsync/collectives.json: format must be 1; got None." in result.output
+
+
+def test_workers_are_not_started_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    result = gradsync("tune-comm", "-n", "2")
+    assert result.exit_code == 2
+    assert "a launcher has started this one already" in result.output

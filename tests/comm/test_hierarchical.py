@@ -1,0 +1,252 @@
+"""Shared memory within hosts and torch.distributed across, on hosts that are only said to be several."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import gradsync
+from gradsync.comm import hierarchical
+from gradsync.comm.base import Work
+from gradsync.comm.hosts import describe_hosts, ranks_by_host
+from tests.comm.test_shm import Storm, values
+from tests.contracts.communicator import CONTRACT
+from tests.contracts.test_communicator import _assert_same_bits, run_all
+from tests.ranks import run_processes
+from tests.simulated import connect_on_hosts
+
+CPU = torch.device("cpu")
+# Ranks side by side; a host that has one more; one that has a single rank; ranks dealt out in turn, and one lane.
+LAYOUTS = (("aabb", 8), ("aabbb", 8), ("aabbc", 8), ("abab", 1))
+TIMEOUT_S = 1.5
+
+
+def with_small_pieces() -> None:
+    """Let tensors that are quick to check have many pieces, and each piece several lanes."""
+    hierarchical.PIECE_BYTES, hierarchical.LANE_BYTES, hierarchical.FROM_BYTES = 160_000, 32_000, 10_000
+
+
+def contract_and_storm(hosts: str, lanes: int, count: int) -> tuple[dict[str, tuple[Any, str]], list[str]]:
+    comm = connect_on_hosts(hosts, timeout_s=30, lanes=lanes)
+    told = run_all(comm)
+    with_small_pieces()
+    return told, Storm(comm.clone(), seed=len(hosts)).run(count)
+
+
+@pytest.mark.parametrize(("hosts", "lanes"), LAYOUTS)
+def test_the_contract_and_random_collectives(hosts: str, lanes: int, exhaustive: bool) -> None:
+    outcomes = run_processes(len(hosts), contract_and_storm, hosts, lanes, 1000 if exhaustive else 80, timeout_s=100)
+    for rank, (told, wrong) in enumerate(outcomes):
+        assert "".join(error for _, error in told.values()) == "", f"{rank=}"
+        assert list(told) == [check.__name__ for check in CONTRACT]
+        for name, (result, _) in told.items():
+            _assert_same_bits(result, outcomes[0][0][name][0])
+        assert wrong == []
+
+
+def many_at_once(hosts: str, seed: int) -> list[int]:
+    """All-reduces of one size, in memory of all kinds, under way at once; every rank has its own pace."""
+    with_small_pieces()
+    comm = connect_on_hosts(hosts, timeout_s=30)
+    own = random.Random(seed * 100 + comm.rank)
+    shared = [comm.allocate(20_000, torch.float32, CPU) for _ in range(6)]
+    wrong = []
+    for turn in range(4):
+        tensors: list[torch.Tensor] = []
+        works: list[Work] = []
+        for number in range(12):
+            tensors.append(shared[number // 2] if number % 2 else torch.empty(20_000))
+            tensors[-1].fill_(float((number + 1) << (3 * comm.rank)))
+            works.append(comm.all_reduce(tensors[-1]))
+            if own.random() < 0.3:
+                time.sleep(own.random() * 0.01)
+            if own.random() < 0.3:
+                own.choice(works).done()
+        for number in own.sample(range(12), 12):
+            works[number].wait()
+        expected = [sum((number + 1) << (3 * rank) for rank in range(comm.world_size)) for number in range(12)]
+        wrong += [turn for t, total in zip(tensors, expected, strict=True) if not (t == total).all()]
+    return wrong
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "aabbb"])
+def test_many_at_once_do_not_get_each_others_sums(hosts: str) -> None:
+    assert run_processes(len(hosts), many_at_once, hosts, 7) == [[]] * len(hosts)
+
+
+def waits_in_another_order() -> list[float]:
+    comm = connect_on_hosts("aabb", timeout_s=20)
+    groups = [comm, comm.clone(), comm.clone()]
+    buffers = [group.allocate(100_000, torch.float32, CPU) for group in groups]
+    turn = comm.rank % 3
+    for _ in range(5):
+        for buffer in buffers:
+            buffer.fill_(1.0)
+        works = [group.all_reduce(buffer) for group, buffer in zip(groups, buffers, strict=True)]
+        # A message and a plain torch.distributed collective too: who waits for them must move the others on.
+        works.append(comm.all_to_all(torch.ones(4, 1), out=torch.empty(4, 1)))
+        peer = comm.rank ^ 1
+        works += [comm.send(torch.ones(1), peer), comm.recv(torch.empty(1), peer)]
+        for work in works[turn:] + works[:turn]:
+            work.wait()
+    return [float(buffer.sum()) for buffer in buffers]
+
+
+def test_groups_may_be_waited_for_in_any_order() -> None:
+    assert run_processes(4, waits_in_another_order) == [[400_000.0] * 3] * 4
+
+
+def twice(hosts: str) -> list[bytes]:
+    """The bits of the same sums, twice, in shared memory and elsewhere."""
+    comm = connect_on_hosts(hosts, timeout_s=20)
+    seen = []
+    for size in (5_000, 2_500_000) * 2:
+        buffer = comm.allocate(size, torch.float32, CPU)
+        elsewhere = values((size,), torch.float32, 5 + comm.rank)
+        buffer.copy_(elsewhere)
+        for tensor in (buffer, elsewhere):
+            comm.all_reduce(tensor).wait()
+            seen.append(tensor.numpy().tobytes())
+    return seen
+
+
+def test_the_same_inputs_give_the_same_bits_on_every_run_and_rank_wherever_they_lie() -> None:
+    for small, small_too, large, large_too, *again in run_processes(5, twice, "aabbb"):
+        assert small == small_too
+        assert large == large_too
+        assert again == [small, small, large, large]
+
+
+def unusual_values() -> tuple[list[Any], list[str]]:
+    comm = connect_on_hosts("aab", timeout_s=20)
+    yes = torch.tensor([comm.rank == 1, True, False])
+    comm.all_reduce(yes).wait()
+    waves = torch.full((2,), complex(comm.rank, 1))
+    comm.all_reduce(waves).wait()
+    leaf = torch.ones(2, requires_grad=True)
+    comm.all_reduce(leaf).wait()
+    inner = torch.full((3,), comm.rank, dtype=torch.int16)  # Gloo can't sum them, but moves them
+    comm.broadcast(inner, 2).wait()
+    refused = []
+    for tensor, op in ((torch.ones(2, dtype=torch.int16), "sum"), (waves, "max")):
+        try:
+            comm.all_reduce(tensor, op=op)  # type: ignore[arg-type]
+        except ValueError as error:
+            refused.append(str(error))
+    comm.barrier()
+    return [yes.view(torch.uint8).tolist(), waves.tolist(), leaf.tolist(), inner.tolist()], refused
+
+
+def test_unusual_values_are_moved_or_refused() -> None:
+    for results, refused in run_processes(3, unusual_values):
+        assert results == [[1, 1, 0], [3 + 3j] * 2, [3.0, 3.0], [2, 2, 2]]
+        assert "between hosts Gloo sums float32" in refused[0]
+        assert "torch.int16" in refused[0]
+        assert "op must be sum" in refused[1]
+
+
+def die_at_a_random_moment(hosts: str, seed: int) -> str:
+    with_small_pieces()
+    comm = connect_on_hosts(hosts, timeout_s=TIMEOUT_S)
+    rng = random.Random(seed)
+    victim, after_s = rng.randrange(comm.world_size), 0.1 + rng.random() * 0.4
+    storm = Storm(comm, seed)
+    comm.barrier()
+    start_s = time.monotonic()
+    if comm.rank == victim:
+        threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    try:
+        while time.monotonic() - start_s < 20:
+            storm.run(1)
+    except gradsync.PeerLost as lost:
+        waited_s = time.monotonic() - start_s - after_s
+        good = lost.ranks == (victim,) and waited_s < TIMEOUT_S + 2
+        return "raised" if good else f"{waited_s:.1f} s after rank {victim} died: {lost}"
+    return "never noticed"
+
+
+def test_a_kill_is_noticed_on_all_hosts(exhaustive: bool) -> None:
+    for seed in range(40 if exhaustive else 3):
+        outcomes = run_processes(5, die_at_a_random_moment, "aabbb", seed, expect_failure=True, timeout_s=40)
+        assert sorted(str(outcome) for outcome in outcomes) == ["-9", *["raised"] * 4], f"{seed=}"
+
+
+def be_late(late: int, kind: str) -> tuple[tuple[int, ...], float, str]:
+    comm = connect_on_hosts("aabbb", timeout_s=TIMEOUT_S)
+    bucket = comm.allocate(300_000, torch.float32, CPU)
+    comm.barrier()
+    start_s = time.monotonic()
+    try:
+        if comm.rank == late:
+            time.sleep(TIMEOUT_S + 2.5)
+        if kind == "bucket":
+            comm.all_reduce(bucket).wait()
+        else:
+            comm.all_to_all(torch.ones(5, 1), out=torch.empty(5, 1)).wait()
+        comm.barrier()
+    except gradsync.PeerLost as lost:
+        return lost.ranks, time.monotonic() - start_s, str(lost)
+    return (), 0.0, "nobody was late"
+
+
+@pytest.mark.parametrize(("late", "kind"), [(4, "bucket"), (1, "all_to_all")])
+def test_a_late_rank_is_named_on_all_hosts_and_learns_of_it(late: int, kind: str) -> None:
+    outcomes = run_processes(5, be_late, late, kind, timeout_s=40)
+    for rank, (ranks, waited_s, text) in enumerate(outcomes):
+        assert ranks == (late,), text
+        if rank == late:
+            assert "gave this rank up" in text
+        else:
+            assert waited_s <= TIMEOUT_S + 2.0, text
+
+
+def leave_early() -> float:
+    """Rank 1 ends while others are busy without it; nobody misses it."""
+    comm = connect_on_hosts("aabb", timeout_s=20)
+    three = comm.split([0, 2, 3])
+    if three is None:
+        return 0.0
+    if comm.rank == 3:
+        time.sleep(0.3)
+    t = torch.ones(100_000)
+    three.all_reduce(t).wait()
+    return t.mean().item()
+
+
+def test_a_rank_that_has_left_is_not_missed_where_it_does_not_belong() -> None:
+    assert run_processes(4, leave_early) == [3.0, 0.0, 3.0, 3.0]
+
+
+def say_why() -> tuple[str, str, str, str]:
+    comm = connect_on_hosts("aabbb", timeout_s=20)
+    pair, across = comm.split([3, 4]), comm.split([1, 2])
+    comm.close()
+    comm.close()
+    try:
+        comm.all_reduce(torch.ones(1))
+    except ValueError as error:
+        return comm.why, "" if pair is None else pair.why, "" if across is None else across.why, str(error)
+    return ("",) * 4
+
+
+def test_it_says_what_it_is_and_why_not() -> None:
+    outcomes = run_processes(5, say_why)
+    for why, _, _, refused in outcomes:
+        assert why == "simulated hosts; 2 hosts with 2 and 3 ranks: shared memory within, c10d across"
+        assert "is closed" in refused
+        assert "this communicator is closed: all_reduce is no longer possible" in refused
+    assert "1 host x 2 ranks" in outcomes[4][1]
+    assert "2 hosts x 1 rank" in outcomes[1][2]
+
+
+def test_hosts_are_in_the_order_of_their_first_ranks() -> None:
+    assert ranks_by_host("baab") == [[0, 3], [1, 2]]
+    assert describe_hosts([[0, 1], [2, 3]]) == "2 hosts x 2 ranks"
+    assert describe_hosts([[0], [1, 2], [3]]) == "3 hosts with 1, 2 and 1 ranks"
