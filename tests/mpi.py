@@ -27,6 +27,7 @@ import pytest
 # When a rank dies, mpirun ends the others, unless it is told that they can look after themselves.
 SURVIVORS_GO_ON = ("--runtime-options", "recoverable")
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC_", "GRADSYNC_")
+IMPORTING_S = 30.0
 ENDING_S = 5.0  # what a process may take to end once it has been told to
 
 
@@ -99,7 +100,12 @@ def run_mpi(
     """
     with tempfile.TemporaryDirectory(prefix="gradsync-mpi-") as name:
         folder = Path(name)
-        job = {"path": sys.path, "fn": (fn.__module__, fn.__qualname__), "args": pickle.dumps(args)}
+        job = {
+            "world_size": world_size,
+            "path": sys.path,
+            "fn": (fn.__module__, fn.__qualname__),
+            "args": pickle.dumps(args),
+        }
         (folder / "job").write_bytes(pickle.dumps(job))
         command = (sys.executable, __file__, name)
         ended = mpirun(world_size, *command, options=options, env=env, cwd=os.getcwd(), timeout_s=timeout_s)
@@ -137,6 +143,14 @@ def _read(path: Path) -> dict[str, Any]:
     return told
 
 
+def _wait_for_all(folder: Path, world_size: int) -> None:
+    """Begin together: importing takes some ranks seconds longer than others, and is no part of what is tested."""
+    (folder / f"{os.getpid()}.ready").touch()
+    end_s = time.monotonic() + IMPORTING_S
+    while len(list(folder.glob("*.ready"))) < world_size and time.monotonic() < end_s:
+        time.sleep(0.02)
+
+
 def _be_rank(folder: Path) -> int:
     """Be one rank: do the job, and leave the result or the error in a file."""
     (folder / f"{os.getpid()}.pid").touch()
@@ -146,7 +160,9 @@ def _be_rank(folder: Path) -> int:
     told: dict[str, Any] = {"result": None, "error": None, "traceback": ""}
     try:
         module, name = job["fn"]
-        told["result"] = getattr(importlib.import_module(module), name)(*pickle.loads(job["args"]))
+        fn, args = getattr(importlib.import_module(module), name), pickle.loads(job["args"])
+        _wait_for_all(folder, job["world_size"])
+        told["result"] = fn(*args)
         body = pickle.dumps(told)
     except BaseException as error:
         told = {"result": None, "error": error, "traceback": traceback.format_exc()}

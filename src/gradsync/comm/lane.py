@@ -170,7 +170,7 @@ class DrivenLane(Lane):
 
 
 class PolledLane(Lane):
-    """A lane whose messages move when they are asked."""
+    """A lane whose messages move when they are asked. A message that does not come has the transport's own timeout."""
 
     def _begin(self) -> None:
         self.move()

@@ -30,6 +30,7 @@ LONG_NAP_S = 0.002
 PUMP_S = 0.001  # between the pump's looks: shorter => more overlap with backward, and less of the core left for it
 PUMP_IDLE_LOOKS = 500  # in vain, before it sleeps: being woken costs more than some looks
 
+BEGIN_S = 30.0  # what MPI_Init may take at least, whatever the timeout: on many nodes it is slow
 EXIT_PATIENCE_S = 10  # what mpi4py's own MPI_Finalize may take after a peer was lost
 
 
@@ -155,6 +156,7 @@ class Library:
 
     def _begin(self, timeout_s: float) -> None:
         """Initialize MPI in a thread, because it blocks until every rank does."""
+        timeout_s = max(timeout_s, BEGIN_S)
         self._keeper = threading.Thread(target=self._keep, name="gradsync-mpi", daemon=True)
         self._keeper.start()
         if not self._begun.wait(timeout_s):

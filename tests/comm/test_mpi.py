@@ -1,0 +1,464 @@
+"""The MPI transport under a real mpirun: bits, dtypes, pieces, threads, losses, and how processes end."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradsync
+from gradsync.comm import Communicator, disconnect, mpi_library, mpi_work
+from gradsync.comm import mpi as mpi_transport
+from gradsync.comm.base import REDUCE_OPS, ReduceOp
+from gradsync.comm.rendezvous import said_transport, started_by_mpi
+from tests.contracts.communicator import CONTRACT
+from tests.mpi import LAUNCHERS, SURVIVORS_GO_ON, find_mpirun, mpirun, run_mpi
+
+TIMEOUT_S = 2.0
+LATEST_S = TIMEOUT_S + 2.0
+ULFM = ("--with-ft", "ulfm")  # the option that makes Open MPI itself survive a loss, on every network
+
+COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+# -- in one world of three ---------------------------------------------------------------------------------------------
+
+CHECKS: list[Callable[[Communicator], Any]] = []
+
+
+def check(fn: Callable[[Communicator], Any]) -> Callable[[Communicator], Any]:
+    """Every rank runs it. What it returns must be the same on all ranks."""
+    CHECKS.append(fn)
+    return fn
+
+
+def run_checks() -> dict[str, tuple[Any, str]]:
+    """All of them in one set of processes: what each returned, or its traceback."""
+    told: dict[str, tuple[Any, str]] = {}
+    for fn in CHECKS:
+        try:
+            told[fn.__name__] = (fn(gradsync.connect("mpi", timeout_s=20.0)), "")
+        except BaseException:
+            told[fn.__name__] = (None, traceback.format_exc())
+            break  # the ranks may be out of step now
+    return told
+
+
+@pytest.fixture(scope="module")
+def told() -> list[dict[str, tuple[Any, str]]]:
+    return run_mpi(3, run_checks, timeout_s=90.0)
+
+
+def awkward(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """Numbers whose sum shows its order, with zeros of both signs, infinities and NaN among them."""
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    values *= torch.tensor([1e-6, 1.0, 1e4]).repeat(-(-numel // 3))[:numel]
+    for at, special in enumerate((0.0, -0.0, float("inf"), float("-inf"), float("nan"))):
+        values[at + 7 * rank :: 101] = special
+    return values.to(dtype)
+
+
+def in_rank_order(rows: list[Tensor], op: str) -> Tensor:
+    wide = rows[0].dtype in (torch.float16, torch.bfloat16) and op == "sum"
+    total = rows[0].float() if wide else rows[0].clone()
+    for row in rows[1:]:
+        total = COMBINE[op](total, row)
+    return total.to(rows[0].dtype)
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+@check
+def a_sum_is_taken_in_rank_order_whatever_its_size(comm: Communicator) -> list[bytes]:
+    found = []
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        for op in REDUCE_OPS:
+            for numel in (1, 63, 1000, 60_001, 300_007):  # in one call, and by slices
+                rows = [awkward(rank, numel, dtype) for rank in range(comm.world_size)]
+                own = rows[comm.rank].clone()
+                comm.all_reduce(own, op=op).wait()
+                assert bits(own) == bits(in_rank_order(rows, op)), (dtype, op, numel)
+                found.append(bits(own[:2000]))
+    return found
+
+
+@check
+def other_dtypes(comm: Communicator) -> None:
+    for dtype in (torch.int8, torch.int16, torch.int32, torch.uint8, torch.bool, torch.complex64, torch.complex128):
+        rows = [(torch.arange(200_000) % (97 + rank) - 3 * rank).to(dtype) for rank in range(comm.world_size)]
+        own = rows[comm.rank].clone()
+        comm.all_reduce(own).wait()
+        assert torch.equal(own, in_rank_order(rows, "sum")), dtype
+        gathered = torch.empty(comm.world_size, 200_000, dtype=dtype)
+        comm.all_gather(rows[comm.rank], out=gathered).wait()
+        assert torch.equal(gathered, torch.stack(rows)), dtype
+
+
+@check
+def tensors_in_many_pieces(comm: Communicator) -> None:
+    """What is done above 2^31 bytes, done above 64: the whole contract again."""
+    modules = {"PIECE_BYTES": mpi_transport, "DIRECT_BYTES": mpi_transport, "STAGED_BYTES": mpi_work}
+    before = {name: getattr(module, name) for name, module in modules.items()}
+    try:
+        for name, small in (("PIECE_BYTES", 64), ("DIRECT_BYTES", 0), ("STAGED_BYTES", 300)):
+            setattr(modules[name], name, small)
+        for part_of_the_contract in CONTRACT:
+            part_of_the_contract(comm)
+    finally:
+        for name, module in modules.items():
+            setattr(module, name, before[name])
+
+
+@check
+def a_row_may_be_gathered_in_place(comm: Communicator) -> Tensor:
+    out = torch.zeros(comm.world_size, 1000)
+    out[comm.rank] = comm.rank + 1.0
+    comm.all_gather(out[comm.rank], out=out).wait()
+    assert out.mean(1).tolist() == [1.0, 2.0, 3.0]
+    return out
+
+
+@check
+def a_storm_of_collectives_in_several_groups(comm: Communicator) -> None:
+    """What happens is the same on all ranks; when, and in which order it is waited for, is each rank's own."""
+    common, own = random.Random(5), random.Random(comm.rank)
+    pairs = [comm.split(ranks) for ranks in ([0, 1], [2, 0], [1, 2])]
+    groups = [comm, comm.clone(), *pairs]
+    under_way: list[tuple[gradsync.Work, Tensor, Tensor]] = []
+    for number in range(300):
+        which = common.randrange(len(groups))
+        members = [[0, 1, 2], [0, 1, 2], [0, 1], [2, 0], [1, 2]][which]
+        numel = common.choice([1, 30, 5000, 100_000, 250_000])
+        op: ReduceOp = common.choice(REDUCE_OPS)
+        if own.random() < 0.05:
+            time.sleep(own.random() * 0.01)
+        group = groups[which]
+        if group is None:
+            continue
+        rows = [torch.arange(numel, dtype=torch.float32) % 613 * (number + 1 + rank) for rank in members]
+        mine = rows[group.rank].clone()
+        under_way.append((group.all_reduce(mine, op=op), mine, in_rank_order(rows, op)))
+        if own.random() < 0.3:
+            own.choice(under_way)[0].done()
+        while len(under_way) > own.randrange(1, 12):
+            work, got, expected = under_way.pop(own.randrange(len(under_way)))
+            work.wait()
+            assert torch.equal(got, expected), number
+    for work, got, expected in under_way:
+        work.wait()
+        assert torch.equal(got, expected)
+
+
+@check
+def groups_in_threads_do_not_disturb_each_other(comm: Communicator, *, make_more: bool = True) -> list[float]:
+    groups = [comm.clone() for _ in range(3)]
+    totals = [0.0] * 3
+
+    def sum_up(at: int) -> None:
+        for number in range(40):
+            t = torch.full((1 + number * 4000,), float(at + comm.rank))
+            groups[at].all_reduce(t).wait()
+            assert t.unique().numel() == 1
+            totals[at] += t[0].item()
+            if make_more:
+                part = groups[at].clone()
+                part.barrier()
+                part.close()
+
+    threads = [threading.Thread(target=sum_up, args=(at,)) for at in range(3)]
+    for thread in threads[:: 1 if comm.rank else -1]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert totals == [40.0 * sum(at + rank for rank in range(comm.world_size)) for at in range(3)]
+    return totals
+
+
+@check
+def what_it_can_not_do_it_refuses(comm: Communicator) -> None:
+    closed = comm.clone()
+    closed.close()
+    elsewhere = torch.ones(2, device="meta")
+    calls: list[tuple[str, Callable[[], object]]] = [
+        (
+            r"moves CPU tensors; got one on meta. Use connect\('c10d'\)",
+            lambda: comm.all_reduce(elsewhere),
+        ),
+        ("moves CPU tensors", lambda: comm.broadcast(elsewhere)),
+        ("complex numbers have no order", lambda: comm.all_reduce(torch.ones(2, dtype=torch.complex64), op="max")),
+        ("does not reduce torch.float8_e5m2", lambda: comm.all_reduce(torch.ones(2).to(torch.float8_e5m2))),
+        ("is closed: all_reduce", lambda: closed.all_reduce(torch.ones(2))),
+        ("is closed: split", lambda: closed.split([0])),
+        ("already connected over 'mpi'", lambda: gradsync.connect("shm")),
+    ]
+    for message, call in calls:
+        with pytest.raises(ValueError, match=message):
+            call()
+    comm.barrier()
+
+
+@check
+def one_may_leave_and_connect_again(comm: Communicator) -> float:
+    comm.barrier()
+    disconnect()
+    again = gradsync.connect("mpi", timeout_s=20.0)
+    assert again is not comm
+    assert again.why == comm.why
+    t = torch.ones(1)
+    again.all_reduce(t).wait()
+    return t.item()
+
+
+@pytest.mark.parametrize("name", [fn.__name__ for fn in CHECKS])
+def test_three_ranks(told: list[dict[str, tuple[Any, str]]], name: str) -> None:
+    errors = [f"rank {rank}:\n{by[name][1]}" for rank, by in enumerate(told) if by.get(name, ("", ""))[1]]
+    assert not errors, "\n".join(errors)
+    assert all(name in by for by in told), "not reached: an earlier check failed"
+    for by in told:
+        first, result = told[0][name][0], by[name][0]
+        assert torch.equal(result, first) if isinstance(result, Tensor) else result == first
+
+
+# -- an unchanged script -----------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+import torch
+import gradsync
+
+torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+model = torch.nn.Sequential(torch.nn.Linear(6, 20), torch.nn.Tanh(), torch.nn.Linear(20, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+sync = gradsync.synchronize(model, optimizer, bucket_bytes=500, first_bucket_bytes=100)
+for (x,) in gradsync.shard((torch.randn(70, 6),), global_batch_size=16, seed=1):
+    optimizer.zero_grad()
+    (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+    optimizer.step()
+torch.save({"stats": sync.stats(), "model": model.state_dict()}, f"{sys.argv[1]}.{sync.rank}.pt")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return str(tmp_path / "train.py")
+
+
+def test_a_script_trains_over_mpi_as_in_one_process(script: str, tmp_path: Path) -> None:
+    asked = {"GRADSYNC_TRANSPORT": "mpi"}
+    for world, name in ((1, "one"), (3, "three")):
+        ended = mpirun(world, sys.executable, script, name, env=asked, cwd=tmp_path)
+        assert ended.exit_code == 0, ended.output
+        assert not ended.output.strip(), "nobody complains, and MPI is finalized"
+    alone, *ranks = (torch.load(tmp_path / f"{name}.pt") for name in ("one.0", "three.0", "three.1", "three.2"))
+    assert alone["stats"]["transport"] == "mpi"
+    for rank in ranks:
+        assert rank["stats"]["transport"] == "mpi"
+        assert "3 ranks, as Open MPI" in rank["stats"]["why"]
+        assert rank["stats"]["why"].endswith("GRADSYNC_TRANSPORT=mpi")
+        for name, value in rank["model"].items():
+            assert torch.equal(value, ranks[0]["model"][name])
+            assert torch.allclose(value, alone["model"][name], rtol=1e-9, atol=1e-12)
+
+
+# -- losses ------------------------------------------------------------------------------------------------------------
+
+
+def train_until_lost() -> tuple[tuple[int, ...], int | None, float]:
+    """Train; rank 1 is killed in mid-step. Returns how a survivor saw it."""
+    comm = gradsync.connect("mpi", timeout_s=TIMEOUT_S)
+    model = nn.Sequential(*(nn.Linear(200, 200) for _ in range(6)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    gradsync.synchronize(model, optimizer, bucket_bytes=200_000, first_bucket_bytes=100_000)
+    if comm.rank == 1:
+        steps = iter(range(4))
+        # In mid-step: some buckets are on their way, the others will never be.
+        model[2].weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL) if next(steps) == 3 else None)
+    while True:
+        step_s = time.monotonic()
+        try:
+            optimizer.zero_grad()
+            model(torch.randn(8, 200)).square().mean().backward()
+            optimizer.step()
+        except gradsync.PeerLost as lost:
+            seen_s = time.monotonic() - step_s
+            with pytest.raises(gradsync.PeerLost):
+                comm.clone()
+            return lost.ranks, lost.step, seen_s
+
+
+def test_a_killed_rank_is_named_by_the_others() -> None:
+    """Over sockets, where Open MPI itself sees the end of the process, as between hosts."""
+    options = (*ULFM, "--mca", "pml", "ob1", "--mca", "btl", "tcp,self")
+    first, killed, last = run_mpi(3, train_until_lost, options=options, timeout_s=40.0, expect_failure=True)
+    assert killed is None
+    for survivor in (first, last):
+        assert isinstance(survivor, tuple), survivor
+        assert survivor[:2] == ((1,), 3)
+        assert survivor[2] <= LATEST_S
+
+
+FROZEN = """
+import os, signal, subprocess
+import torch
+import gradsync
+
+comm = gradsync.connect("mpi", timeout_s=2.0)
+comm.all_reduce(torch.ones(100_000)).wait()
+if comm.rank == 1:
+    subprocess.Popen(["sh", "-c", f"sleep 8; kill -9 {os.getpid()}"])  # else mpirun would wait for it for ever
+    os.kill(os.getpid(), signal.SIGSTOP)
+comm.all_reduce(torch.ones(100_000)).wait()
+"""
+
+REPORT = """
+import os, subprocess, sys
+
+ended = subprocess.run([sys.executable, "-c", sys.argv[1]], stderr=subprocess.PIPE, text=True)
+print(os.environ["OMPI_COMM_WORLD_RANK"], ended.returncode, *ended.stderr.splitlines()[-1:], flush=True)
+"""
+
+
+def test_after_a_loss_processes_end_by_themselves() -> None:
+    """MPI_Finalize would wait for the frozen rank."""
+    ended = mpirun(3, sys.executable, "-c", REPORT, FROZEN, options=SURVIVORS_GO_ON, timeout_s=40.0)
+    lines = [line for line in ended.output.splitlines() if line[:2] in ("0 ", "1 ", "2 ")]
+    assert [line[:5] for line in sorted(lines)] == ["0 1 g", "1 -9", "2 1 g"], ended.output
+    assert lines[-1].startswith("1"), "the survivors have ended while it was still there"
+    for line in lines[:2]:
+        assert "gradsync.errors.PeerLost: rank 1 was lost" in line
+
+
+def connect_late() -> str:
+    """MPI is there, but rank 1 does not come to connect()."""
+    from mpi4py import MPI
+
+    if MPI.COMM_WORLD.rank == 1:
+        time.sleep(TIMEOUT_S + 2.0)
+        return ""
+    with pytest.raises(gradsync.PeerLost) as lost:
+        gradsync.connect("mpi", timeout_s=TIMEOUT_S)
+    return str(lost.value)
+
+
+def test_a_rank_that_does_not_come_to_connect_is_named() -> None:
+    first, _, last = run_mpi(3, connect_late, timeout_s=40.0)
+    assert first == last == f"rank 1 was lost in connect, noticed after {TIMEOUT_S} s: it did not come to connect()"
+
+
+# -- asking for it -----------------------------------------------------------------------------------------------------
+
+
+def with_a_lesser_thread_level(level: str) -> str:
+    """The script has initialized MPI itself, and not for every thread."""
+    import mpi4py
+
+    mpi4py.rc.thread_level = level
+    from mpi4py import MPI
+
+    assert MPI.Query_thread() < MPI.THREAD_MULTIPLE
+    comm = gradsync.connect("mpi", timeout_s=20.0)
+    for part_of_the_contract in CONTRACT:
+        part_of_the_contract(comm)
+    groups_in_threads_do_not_disturb_each_other(comm, make_more=False)  # that is what takes more
+    return comm.why
+
+
+def test_a_library_that_allows_one_thread_at_a_time_is_used_so() -> None:
+    assert len(set(run_mpi(2, with_a_lesser_thread_level, "serialized"))) == 1
+
+
+# Outside of mpirun MPI is a world of one. (In a process of its own: MPI can't be begun twice.)
+ALONE = """
+import os
+import gradsync
+
+for size in ("4", None):
+    if size:
+        os.environ["OMPI_COMM_WORLD_SIZE"] = size
+    else:
+        del os.environ["OMPI_COMM_WORLD_SIZE"]
+    try:
+        gradsync.connect("mpi", timeout_s=20.0)
+    except ValueError as error:
+        print(error)
+"""
+
+FUNNELED = """
+import mpi4py
+mpi4py.rc.thread_level = "funneled"
+from mpi4py import MPI
+import gradsync
+
+try:
+    gradsync.connect("mpi", timeout_s=20.0)
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_it_says_why_it_can_not_be() -> None:
+    find_mpirun()
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    started = [
+        subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE, text=True)
+        for code in (ALONE, FUNNELED)
+    ]
+    (alone, _), (funneled, _) = (process.communicate(timeout=60.0) for process in started)
+    another_library, no_launcher = alone.splitlines()
+    assert "MPI sees a world of one, though 4 ranks were started: mpi4py has loaded Open MPI" in another_library
+    assert "no mpirun or srun is seen. Use `mpirun -n 4 python train.py`" in no_launcher
+    assert "needs MPI_THREAD_SERIALIZED or more" in funneled
+    assert [process.returncode for process in started] == [0, 0]
+
+
+@pytest.fixture
+def unconnected(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    for name in [name for name in os.environ if name.startswith(LAUNCHERS)]:
+        monkeypatch.delenv(name)
+    disconnect()
+    yield monkeypatch
+    disconnect()
+
+
+def test_the_environment_asks_where_the_script_leaves_it_open(unconnected: pytest.MonkeyPatch) -> None:
+    unconnected.setenv("GRADSYNC_TRANSPORT", "carrier pigeon")
+    with pytest.raises(ValueError, match=r"GRADSYNC_TRANSPORT must be one of auto, .*mpi; got 'carrier pigeon'"):
+        gradsync.connect()
+    unconnected.setenv("GRADSYNC_TRANSPORT", "c10d")
+    with pytest.raises(ValueError, match="transport='c10d' needs a launcher"):
+        gradsync.connect()
+    assert gradsync.connect("solo").why == "one worker: nothing to talk to", "the script has the last word"
+    disconnect()
+    unconnected.setenv("GRADSYNC_TRANSPORT", "solo")
+    assert gradsync.connect().why == "one worker: nothing to talk to; GRADSYNC_TRANSPORT=solo"
+    assert said_transport(("auto",), {"GRADSYNC_TRANSPORT": ""}) == "auto"
+
+
+def test_torchruns_workers_are_not_mpis(unconnected: pytest.MonkeyPatch) -> None:
+    unconnected.setenv("TORCHELASTIC_RUN_ID", "7")
+    with pytest.raises(ValueError, match="started by torchrun or `gradsync run`"):
+        gradsync.connect("mpi")
+    assert started_by_mpi({"PMI_SIZE": "2", "SLURM_STEP_NUM_TASKS": "1"}) == 2
+    assert started_by_mpi({}) is None
+
+
+def test_without_mpi4py_it_says_how_to_get_it(unconnected: pytest.MonkeyPatch) -> None:
+    unconnected.setattr(mpi_library, "_library", None)
+    unconnected.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(ImportError, match=r"pip install 'gradsync\[mpi\]'"):
+        gradsync.connect("mpi")
