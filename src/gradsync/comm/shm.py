@@ -88,6 +88,7 @@ class Shm(Communicator):
         self._pieces: dict[tuple[int, int], int] = {}  # by (sender, receiver): pieces of mail so far
         self._allocated: dict[int, tuple[Segment, int]] = {} if beside is None else beside._allocated  # and its bytes
         self._sums: dict[tuple[torch.dtype, str], tuple[int, int]] = {}
+        self._lost = base.lifeline.lost  # fills when a peer is given up, or this rank is by the others
         base.lifeline.before_leaving.append(weakref.WeakMethod(self._give_up))
 
     # -- collectives ----------------------------------------------------------------------------------------------
@@ -95,7 +96,8 @@ class Shm(Communicator):
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
         sum_rows, item = self._sums.get((tensor.dtype, op)) or self._find_sum(tensor.dtype, op)
         address, num_bytes = tensor.data_ptr(), tensor.nbytes
-        if (num_bytes > SLOT_BYTES and self._in_slices) or self._queue or address in self._allocated or not num_bytes:
+        is_large = num_bytes > SLOT_BYTES and self._in_slices
+        if is_large or self._queue or address in self._allocated or not num_bytes or self._lost:
             return self._reduce_large(tensor, sum_rows, item, f"all_reduce({op})")
         # As short a way as there is: where the peers are here too, it is over after one call.
         floor, place = self._floor, self._watch.place
@@ -166,7 +168,8 @@ class Shm(Communicator):
         return work
 
     def barrier(self) -> None:
-        self.all_reduce(torch.zeros(1, dtype=torch.uint8)).wait()
+        token = torch.zeros(1, dtype=torch.uint8)
+        self._stage("barrier", GATHER, token, token.new_empty(self.world_size), 1, 1).wait()
 
     def split(self, ranks: Sequence[int]) -> Communicator | None:
         base = self._base.split(ranks)
