@@ -132,8 +132,11 @@ def unusual_values() -> tuple[list[Any], list[str]]:
     comm.all_reduce(waves).wait()
     leaf = torch.ones(2, requires_grad=True)
     comm.all_reduce(leaf).wait()
-    inner = torch.full((3,), comm.rank, dtype=torch.int16)  # Gloo can't sum them, but moves them
-    comm.broadcast(inner, 2).wait()
+    short = torch.full((3,), comm.rank, dtype=torch.int16)  # Gloo can't sum them, and would not move them
+    comm.broadcast(short, 2).wait()
+    with torch.inference_mode():
+        own = torch.zeros(1)
+    comm.reduce_scatter(torch.ones(3, 1), out=own).wait()
     refused = []
     for tensor, op in ((torch.ones(2, dtype=torch.int16), "sum"), (waves, "max")):
         try:
@@ -141,12 +144,12 @@ def unusual_values() -> tuple[list[Any], list[str]]:
         except ValueError as error:
             refused.append(str(error))
     comm.barrier()
-    return [yes.view(torch.uint8).tolist(), waves.tolist(), leaf.tolist(), inner.tolist()], refused
+    return [yes.view(torch.uint8).tolist(), waves.tolist(), leaf.tolist(), short.tolist(), own.tolist()], refused
 
 
 def test_unusual_values_are_moved_or_refused() -> None:
     for results, refused in run_processes(3, unusual_values):
-        assert results == [[1, 1, 0], [3 + 3j] * 2, [3.0, 3.0], [2, 2, 2]]
+        assert results == [[1, 1, 0], [3 + 3j] * 2, [3.0, 3.0], [2, 2, 2], [3.0]]
         assert "between hosts Gloo sums float32" in refused[0]
         assert "torch.int16" in refused[0]
         assert "op must be sum" in refused[1]

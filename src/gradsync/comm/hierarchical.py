@@ -52,6 +52,8 @@ class Hierarchical(Communicator):
 
     def __init__(self, base: C10d, *, hosts: Sequence[Hashable], why: str, lanes: int = MAX_LANES) -> None:
         super().__init__(base.rank, base.world_size, timeout_s=base.timeout_s, feed=base.feed)
+        if len(hosts) != base.world_size or lanes < 1:
+            raise ValueError(f"a host for each of {base.world_size} ranks, and a lane or more; got {hosts=} {lanes=}.")
         self._base = base
         self._hosts = list(hosts)
         self._ranks = ranks_by_host(hosts)
@@ -198,7 +200,7 @@ class Hierarchical(Communicator):
             return self._within(self._enter(f"reduce_scatter({op})"), lambda: up.reduce_scatter(tensor, out=out, op=op))
         # Gloo's own sums everything too, over all ranks, and can't be asked whether it is done.
         everything = tensor.detach().clone()
-        return Followed(self.all_reduce(everything, op=op), lambda: out.detach().copy_(everything[self.rank]))
+        return Followed(self.all_reduce(everything, op=op), lambda: out.copy_(everything[self.rank]))
 
     def all_to_all(self, tensor: Tensor, *, out: Tensor) -> Work:
         if tensor.shape != out.shape:

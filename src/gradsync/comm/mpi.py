@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from gradsync.comm.base import Communicator, Finished, ReduceOp, Work, check_con
 from gradsync.comm.feed import Feed
 from gradsync.comm.lifeline import Lifeline
 from gradsync.comm.mpi_library import Library, load
-from gradsync.comm.mpi_meeting import Meeting
+from gradsync.comm.mpi_meeting import Meeting, make_comms
 from gradsync.comm.mpi_work import SCRATCH, Queue, Several, Steps, combine
 from gradsync.comm.rendezvous import own_addresses, started_by_mpi
 from gradsync.comm.segment import host_identity
@@ -213,7 +212,7 @@ class Mpi(Communicator):
         watch.raise_if_lost(call)
         # Making a communicator blocks in MPI, so they go there together.
         Queue(self._library, watch).start(call, self._arrive(chosen), pair=True).wait()
-        comms = _make_comms(self._library, self._first, chosen, watch, call, tag=self._splits % (1 << 15))
+        comms = make_comms(self._library, self._first, chosen, watch, call, tag=self._splits % (1 << 15))
         return Mpi(self._library, comms, watch, why=self.why, feed=self.feed)
 
     def _arrive(self, chosen: list[int]) -> Steps:
@@ -334,7 +333,7 @@ def connect_mpi(*, timeout_s: float) -> Mpi:
     addresses = ["127.0.0.1"] if len(set(identities)) == 1 else [socket.gethostname(), *own_addresses()]
     lifeline = Lifeline(world.rank, world.size, meeting, addresses=addresses, timeout_s=timeout_s)
     watch = Watch(lifeline, range(world.size), "mpi", timeout_s)
-    comms = _make_comms(library, world, list(range(world.size)), watch, watch.enter("connect"), tag=0)
+    comms = make_comms(library, world, list(range(world.size)), watch, watch.enter("connect"), tag=0)
     why = f"{world.size} rank{'s' if world.size > 1 else ''}, as {library.describe()} says"
     return Mpi(library, comms, watch, why=why, feed=None)
 
@@ -346,41 +345,6 @@ def _alone(library: Library, said: int | None) -> str:
         f"MPI sees a world of one, though {said} ranks were started: mpi4py has loaded {library.describe()}, and they "
         "were started by something else. Use the mpirun of that very library (or srun with its --mpi option)."
     )
-
-
-def _make_comms(
-    library: Library, parent: Any, chosen: Sequence[int], watch: Watch, call: Call, *, tag: int
-) -> tuple[Any, Any]:
-    """Two communicators of these ranks of ``parent``, all of whom are on their way here. Blocks.
-
-    MPI does this in a call that blocks, which a lost peer would never let return. So a thread makes it.
-    """
-    made: list[Any] = []
-    errors: list[Exception] = []
-
-    def make() -> None:
-        try:
-            with contextlib.nullcontext() if library.any_thread_any_time else library.lock:
-                whole = parent.Get_group()
-                group = whole.Incl(list(chosen))
-                for _ in range(2):
-                    comm = parent.Create_group(group, tag)
-                    comm.Set_errhandler(library.mpi.ERRORS_RETURN)
-                    made.append(comm)
-                group.Free()
-                whole.Free()
-        except Exception as error:  # raised below, in the thread that asked
-            errors.append(error)
-
-    maker = threading.Thread(target=make, name="gradsync-mpi-group", daemon=True)
-    maker.start()
-    while maker.is_alive():
-        maker.join(0.02)
-        if maker.is_alive():
-            watch.check(call)
-    if errors:
-        watch.raise_cause(call, str(errors[0]))
-    return made[0], made[1]
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

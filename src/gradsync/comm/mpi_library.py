@@ -128,6 +128,7 @@ class Library:
         self._begun, self._end, self._ended = threading.Event(), threading.Event(), threading.Event()
         self._keeper: threading.Thread | None = None
         self._failed: Exception | None = None
+        self._left_behind: list[Group] = []
         if mpi.Is_finalized():
             raise ValueError("MPI is already finalized in this process. Call gradsync.connect('mpi') before it is.")
         if not mpi.Is_initialized():
@@ -181,7 +182,8 @@ class Library:
         if os.getpid() != self._pid or self.mpi.Is_finalized():
             return
         if self.lock.try_for(1.0):  # after a loss a thread may be stuck in MPI with it
-            self.busy.clear()  # the pump has nothing more to do
+            self._left_behind = list(self.busy)  # MPI may still write to their tensors
+            self.busy.clear()  # and the pump has nothing more to do
             self.lock.release()
         if self.left_in_order and self._keeper is not None:
             self._end.set()
@@ -207,9 +209,7 @@ def _import() -> Any:
     try:
         import mpi4py
     except ImportError as error:
-        raise ImportError(
-            "the mpi transport needs mpi4py, which is not installed: pip install 'gradsync[mpi]'"
-        ) from error
+        raise ImportError("the mpi transport needs mpi4py: pip install 'gradsync[mpi]'") from error
     if "mpi4py.MPI" not in sys.modules:
         mpi4py.rc(initialize=False, finalize=False)  # both are done here, under a timeout and only in order
     try:

@@ -1,11 +1,15 @@
-"""Where the ranks of an MPI world meet before they have anything else: it takes no address and no port."""
+"""How MPI's ranks meet: those of a world, before they have anything else, and those of a group that is to be made."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 from gradsync.comm.mpi_library import Library, wait_until
+from gradsync.comm.watch import Call, Watch
 from gradsync.errors import PeerLost
 
 TAG = 29_973  # below the largest tag that every MPI allows; a script's own messages have smaller numbers
@@ -16,7 +20,7 @@ _GO, _MISSING = b"+", b"-"
 
 
 class Meeting:
-    """Every rank checks in with rank 0; then rank 0 tells all how its lifeline is reached.
+    """Every rank checks in with rank 0; then rank 0 tells all how its lifeline is reached. It takes no address.
 
     Stands where the lifeline has a torch store: rank 0 sets, the others get.
     """
@@ -65,3 +69,38 @@ class Meeting:
     def _lost(self, *ranks: int) -> PeerLost:
         reason = "it did not come to connect()"
         return PeerLost(rank=ranks, reason=reason, after_s=self._timeout_s, during="connect")
+
+
+def make_comms(
+    library: Library, parent: Any, chosen: Sequence[int], watch: Watch, call: Call, *, tag: int
+) -> tuple[Any, Any]:
+    """Two communicators of these ranks of ``parent``, all of whom are on their way here. Blocks.
+
+    MPI does this in a call that blocks, which a lost peer would never let return. So a thread makes it.
+    """
+    made: list[Any] = []
+    errors: list[Exception] = []
+
+    def make() -> None:
+        try:
+            with contextlib.nullcontext() if library.any_thread_any_time else library.lock:
+                whole = parent.Get_group()
+                group = whole.Incl(list(chosen))
+                for _ in range(2):
+                    comm = parent.Create_group(group, tag)
+                    comm.Set_errhandler(library.mpi.ERRORS_RETURN)
+                    made.append(comm)
+                group.Free()
+                whole.Free()
+        except Exception as error:  # raised below, in the thread that asked
+            errors.append(error)
+
+    maker = threading.Thread(target=make, name="gradsync-mpi-group", daemon=True)
+    maker.start()
+    while maker.is_alive():
+        maker.join(0.02)
+        if maker.is_alive():
+            watch.check(call)
+    if errors:
+        watch.raise_cause(call, str(errors[0]))
+    return made[0], made[1]

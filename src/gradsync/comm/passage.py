@@ -17,6 +17,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import torch
+
 from gradsync.comm.base import Finished, Work
 from gradsync.comm.shm import NAP_S, SPINS, YIELDS, Shm
 from gradsync.comm.watch import Call, Watch
@@ -53,7 +55,7 @@ class Passage(Work):
         self.error: BaseException | None = None
         self._after = after
         self._work: Work = NOTHING  # of this stage
-        self._stages = (up, across, down)
+        self._stages: tuple[Stage | None, ...] = (up, across, down)
 
     def done(self) -> bool:
         if self.stage != OVER:
@@ -77,6 +79,13 @@ class Passage(Work):
             if self.stage < OVER:
                 start = self._stages[self.stage - UP]
                 self._work = NOTHING if start is None else start()
+            else:
+                self.end()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Be over, and let go of the tensors."""
+        self.stage, self.error = OVER, error
+        self._work, self._stages, self._after = NOTHING, (), None
 
 
 class Aside(Work):
@@ -112,7 +121,8 @@ class Followed(Work):
         self._work.wait()
         then, self._then = self._then, None
         if then is not None:
-            then()
+            with torch.inference_mode():  # not autograd's business, and right for tensors of inference mode too
+                then()
 
 
 class Roads:
@@ -171,8 +181,7 @@ class Roads:
         with self._lock:
             self.broken = self.broken or error
             while self._queue:
-                passage = self._queue.popleft()
-                passage.error, passage.stage = self.broken, OVER
+                self._queue.popleft().end(self.broken)
 
     def give_up(self) -> None:
         """As this rank leaves: say that what it began moves on no more."""

@@ -91,8 +91,7 @@ def started_by_mpi(environ: Mapping[str, str] = os.environ) -> int | None:
             "Use `mpirun -n 4 python train.py`, or another transport."
         )
     names = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "WORLD_SIZE")
-    said = [int(environ[name]) for name in names if environ.get(name, "").isdigit()]
-    return max(said) if said else None
+    return next((int(environ[name]) for name in names if environ.get(name, "").isdigit()), None)
 
 
 def own_addresses() -> list[str]:
