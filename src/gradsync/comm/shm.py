@@ -60,6 +60,9 @@ from gradsync.comm.watch import Watch
 
 SPINS = 2000  # looks at a counter before the core is offered to somebody else
 EAGER_SPINS = 500  # looks that the start of a collective takes: some microseconds, which most often save a second call
+# For little data, where every rank has a core: longer than the long way round takes. Else one rank that goes it would
+# make the others late for the next, and they it, for ever.
+SMALL_SPINS = 4000
 YIELDS = 50  # offers before this rank sleeps
 NAP_S = 0.05  # how long it sleeps before it looks whether a peer is lost
 
@@ -88,6 +91,7 @@ class Shm(Communicator):
         self._pieces: dict[tuple[int, int], int] = {}  # by (sender, receiver): pieces of mail so far
         self._allocated: dict[int, tuple[Segment, int]] = {} if beside is None else beside._allocated  # and its bytes
         self._sums: dict[tuple[torch.dtype, str], tuple[int, int]] = {}
+        self._small_spins = SMALL_SPINS if base.world_size <= len(os.sched_getaffinity(0)) else EAGER_SPINS
         self._lost = base.lifeline.lost  # fills when a peer is given up, or this rank is by the others
         base.lifeline.before_leaving.append(weakref.WeakMethod(self._give_up))
 
@@ -107,7 +111,7 @@ class Shm(Communicator):
             number = floor.turns + 1
             turns = 1 if num_bytes <= SLOT_BYTES else num_turns(num_bytes)
             floor.turns += turns
-            taken = _reduce_eagerly(floor.address, sum_rows, address, num_bytes, item, number, EAGER_SPINS)
+            taken = _reduce_eagerly(floor.address, sum_rows, address, num_bytes, item, number, self._small_spins)
             if taken == turns:
                 place[0] += 1
                 place[1] = "all_reduce"
