@@ -158,9 +158,11 @@ def test_16_bit_sums_that_meet_at_one_rank_are_rounded_once(algorithm: str, worl
         assert torch.equal(t, expected)
 
 
-def test_complex_numbers_are_summed_and_have_no_maximum() -> None:
+def test_complex_numbers_are_summed_and_what_has_no_meaning_is_refused() -> None:
     def total(comm: Communicator) -> list[complex]:
         chosen = own(comm)
+        with pytest.raises(ValueError, match=r"algorithm must be one of native, ring, .*; got 'rings'"):
+            chosen.all_reduce_by("rings", torch.zeros(2))
         with pytest.raises(ValueError, match="complex numbers have no order"):
             chosen.all_reduce_by("ring", torch.zeros(2, dtype=torch.complex64), op="max")
         t = torch.tensor([1 + 2j, comm.rank * 1j])

@@ -13,6 +13,7 @@ from torch import Tensor
 from gradsync.comm.algorithms import ALGORITHMS
 from gradsync.comm.base import Communicator, Finished, ReduceOp, Work, check_contiguous, check_op
 from gradsync.comm.choice import (
+    CHOICES,
     FORMAT,
     NATIVE,
     Table,
@@ -120,6 +121,8 @@ class Chosen(Communicator):
         """All-reduce by the algorithm of this name, whatever the tables say."""
         if algorithm == NATIVE:
             return self.inner.all_reduce(tensor, op=op)
+        if algorithm not in ALGORITHMS:
+            raise ValueError(f"algorithm must be one of {', '.join(CHOICES)}; got {algorithm!r}.")
         check_op(op)
         check_contiguous(tensor)
         if tensor.is_complex() and op != "sum":

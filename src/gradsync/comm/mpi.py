@@ -332,6 +332,7 @@ def connect_mpi(*, timeout_s: float) -> Mpi:
     identities = meeting.check_in(repr(host_identity()))
     addresses = ["127.0.0.1"] if len(set(identities)) == 1 else [socket.gethostname(), *own_addresses()]
     lifeline = Lifeline(world.rank, world.size, meeting, addresses=addresses, timeout_s=timeout_s)
+    library.lost = lifeline.lost
     watch = Watch(lifeline, range(world.size), "mpi", timeout_s)
     comms = make_comms(library, world, list(range(world.size)), watch, watch.enter("connect"), tag=0)
     why = f"{world.size} rank{'s' if world.size > 1 else ''}, as {library.describe()} says"

@@ -92,7 +92,9 @@ class Pump(threading.Thread):
         idle_looks = 0
         while True:
             idle_looks = 0 if self._library.busy else idle_looks + 1
-            if self._library.busy and not self._looking and self._library.lock.try_for(PUMP_S):
+            # After a loss some libraries end the process when they are called: then only who must may call.
+            needed = self._library.busy and not self._looking and not self._library.lost
+            if needed and self._library.lock.try_for(PUMP_S):
                 self._library.progress()
                 self._library.lock.release()
             if idle_looks < PUMP_IDLE_LOOKS:
@@ -123,6 +125,7 @@ class Library:
         self.lock = Turn(timeout_s)
         self.busy: dict[Group, None] = {}  # in the order they became so
         self.pump = Pump(self)
+        self.lost: dict[int, str] = {}  # as the lifeline knows them
         self.left_in_order = True  # until somebody connects
         self._pid = os.getpid()
         self._begun, self._end, self._ended = threading.Event(), threading.Event(), threading.Event()

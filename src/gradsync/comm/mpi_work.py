@@ -166,7 +166,8 @@ class Queue:
         if not self.library.lock.try_for(STUCK_S):
             return None
         try:
-            self.library.progress()
+            if not self.library.lost:
+                self.library.progress()
             return self._works[0].call if self._works else None
         finally:
             self.library.lock.release()
