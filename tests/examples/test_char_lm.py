@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -10,15 +11,30 @@ from typing import Any
 
 import pytest
 
+from tests.ranks import run_processes
+
 PROJECT = Path(__file__).resolve().parent.parent.parent
+EXAMPLE = PROJECT / "examples/char_lm.py"
 SMALL = ["--batch", "6", "--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--steps"]
 
 
 def train(out: Path, steps: int, *more: str, workers: int = 1) -> dict[str, Any]:
     start = [sys.executable] if workers == 1 else [sys.executable, "-m", "gradsync.cli.main", "run", "-n", str(workers)]
-    command = [*start, str(PROJECT / "examples/char_lm.py"), *SMALL, str(steps), *more, "--json", str(out)]
+    command = [*start, str(EXAMPLE), *SMALL, str(steps), *more, "--json", str(out)]
     done = subprocess.run(command, timeout=100, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    log: dict[str, Any] = json.loads(out.read_text())
+    return log
+
+
+def run_example(arguments: list[str]) -> None:
+    sys.argv = [str(EXAMPLE), *arguments]
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+
+
+def train_unlaunched(out: Path, steps: int, *more: str) -> dict[str, Any]:
+    """Two workers that the launcher has not started: starting takes most of the time, and is tested once."""
+    run_processes(2, run_example, [*SMALL, str(steps), *more, "--json", str(out)], timeout_s=100)
     log: dict[str, Any] = json.loads(out.read_text())
     return log
 
@@ -48,8 +64,8 @@ def test_two_workers_train_as_one_process_does(whole: Path, tmp_path: Path) -> N
 
 
 def test_a_resumed_run_is_the_one_that_never_stopped(whole: Path, tmp_path: Path) -> None:
-    train(tmp_path / "half.json", 3, "--checkpoint", str(tmp_path / "half.pt"), workers=2)
-    rest = train(tmp_path / "rest.json", 6, "--resume", str(tmp_path / "half.pt"), workers=2)
+    train_unlaunched(tmp_path / "half.json", 3, "--checkpoint", str(tmp_path / "half.pt"))
+    rest = train_unlaunched(tmp_path / "rest.json", 6, "--resume", str(tmp_path / "half.pt"))
     unstopped = json.loads(whole.read_text())
     assert rest["losses"] == unstopped["losses"][3:]
     assert rest["eval_loss"] == unstopped["eval_loss"]
