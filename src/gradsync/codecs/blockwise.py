@@ -1,0 +1,287 @@
+"""What the codecs that work in blocks share: a block of values has one scale, and a code of a few bits for each value.
+
+A payload is all scales (in the dtype that is computed in), up to a multiple of 8 bytes, then the words of all blocks;
+see kernels/blocks.py for the order in a word. The last block may be short. float32 on a CPU goes through the fused
+kernels; any other dtype and device through the torch code here, in float32 for 16-bit values. Both do the same
+operations in the same order, so both give the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gradsync.codecs.base import COMPILED_DTYPES, Codec, Payload, Residual, padded
+from gradsync.codecs.random import halves, uniform
+
+LARGEST_BLOCK = 4096  # values: the kernels have scratch for no more
+WORDS = 8  # of codes come together: a vector. So the words of a block are a multiple of that
+SUMS = 64  # that a mean is taken in, one for every 64th value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blockwise(Codec):
+    """A scale for each block of values, and a code of ``bits`` bits for each value.
+
+    Codes go from ``-levels`` to ``levels`` times the scale; with 0 levels the code is a sign. Subclasses say these and
+    nothing else: a codec that needs more is a class of its own.
+    """
+
+    block: int = 256  # larger => fewer bytes for scales, more error where large and small values share a block
+
+    bits: ClassVar[int]  # of a code: 1, 2, 4 or 8
+    levels: ClassVar[int]  # the largest code: the scale is the largest magnitude over it; 0: the mean magnitude
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether codes are rounded up or down by chance, such that they are right in the mean."""
+        return False
+
+    def __post_init__(self) -> None:
+        step = 32 * WORDS // self.bits
+        if not step <= self.block <= LARGEST_BLOCK or self.block % step:
+            fix = min(max(round(self.block / step) * step, step), LARGEST_BLOCK)
+            raise ValueError(
+                f"block must be a multiple of {step}, up to {LARGEST_BLOCK} values; got block={self.block!r}. "
+                f"Try block={fix}."
+            )
+
+    # -- the seam -----------------------------------------------------------------------------------------------------
+
+    def encoded_bytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
+        # Blocks are whole vectors of words, so only the last one is filled up.
+        vectors = -(-numel * self.bits // (32 * WORDS))
+        return self._bytes_of_scales(numel, dtype) + vectors * WORDS * 4
+
+    def encode(
+        self, x: Tensor, payload: Payload, *, gain: float = 1.0, residual: Residual | None = None, key: int = 0
+    ) -> None:
+        kernels = self._kernels(x)
+        if kernels is None:
+            self._encode_with_torch(x, payload, gain, residual, key)
+        else:
+            self._merge_with(kernels, x, (), payload, gain, residual, key, None, 1.0)
+
+    def decode(self, payload: Payload, out: Tensor, *, gain: float = 1.0, add: bool = False, key: int = 0) -> bool:
+        kernels = self._kernels(out)
+        if kernels is None:
+            return self._decode_with_torch(payload, out, gain, add)
+        numel, codes = out.numel(), self._room(out, payload)
+        finite: bool = kernels[1](payload.data_ptr(), codes, out.data_ptr(), numel, gain, add, self.block)
+        return finite
+
+    def decode_sum(self, payloads: Sequence[Payload], out: Tensor, *, gain: float = 1.0, key: int = 0) -> bool:
+        if self._kernels(out) is None:
+            return super().decode_sum(payloads, out, gain=gain)
+        from gradsync.codecs.kernels.totals import total_of  # Numba takes a second to import
+
+        total = total_of(out.dtype, self.bits, self.levels)
+        codes = self._room(out, payloads[0])
+        starts = array("q", [payload.data_ptr() for payload in payloads])
+        finite: bool = total(starts.buffer_info()[0], len(starts), codes, out.data_ptr(), out.numel(), gain, self.block)
+        return finite
+
+    def merge(
+        self,
+        x: Tensor,
+        received: Sequence[Payload],
+        payload: Payload,
+        *,
+        gain: float = 1.0,
+        residual: Residual | None = None,
+        key: int = 0,
+        out: Tensor,
+        out_gain: float = 1.0,
+    ) -> bool:
+        kernels = self._kernels(x)
+        if kernels is None:
+            return super().merge(
+                x, received, payload, gain=gain, residual=residual, key=key, out=out, out_gain=out_gain
+            )
+        return self._merge_with(kernels, x, received, payload, gain, residual, key, out, out_gain)
+
+    # -- with kernels -------------------------------------------------------------------------------------------------
+
+    def _kernels(self, like: Tensor) -> tuple[Any, Any] | None:
+        if not like.is_cpu:
+            return None
+        return _KERNELS.get((like.dtype, self.bits, self.levels, self.stochastic)) or self._compiled(like.dtype)
+
+    def _compiled(self, dtype: torch.dtype) -> tuple[Any, Any] | None:
+        if dtype not in COMPILED_DTYPES:
+            return None
+        from gradsync.codecs.kernels.blocks import passes  # Numba takes a second to import
+
+        key = dtype, self.bits, self.levels, self.stochastic
+        _KERNELS[key] = passes(*key)
+        return _KERNELS[key]
+
+    def _merge_with(
+        self,
+        kernels: tuple[Any, Any],
+        x: Tensor,
+        received: Sequence[Payload],
+        payload: Payload,
+        gain: float,
+        residual: Residual | None,
+        key: int,
+        out: Tensor | None,
+        out_gain: float,
+    ) -> bool:
+        codes = self._room(x, payload)
+        before = after = 0
+        if residual is not None:
+            assert residual.before.dtype == residual.after.dtype == x.dtype, "a residual has the dtype of its values"
+            before, after = residual.before.data_ptr(), residual.after.data_ptr()
+        addresses = array("q", [other.data_ptr() for other in received]) if received else _NOBODY
+        one, other = halves(key) if self.stochastic else (0, 0)
+        finite: bool = kernels[0](
+            x.data_ptr(),
+            x.numel(),
+            gain,
+            before,
+            after,
+            addresses.buffer_info()[0],
+            len(addresses),
+            payload.data_ptr(),
+            codes,
+            0 if out is None else out.data_ptr(),
+            out_gain,
+            self.block,
+            one,
+            other,
+        )
+        return finite
+
+    def _bytes_of_scales(self, numel: int, dtype: torch.dtype) -> int:
+        return padded(-(-numel // self.block) * (8 if dtype == torch.float64 else 4))
+
+    def _room(self, values: Tensor, payload: Tensor) -> int:
+        """Where the codes begin; a payload of the wrong length would be written or read beyond its end."""
+        numel, dtype = values.numel(), values.dtype
+        assert values.is_contiguous(), "values are flat and contiguous"
+        assert payload.numel() == self.encoded_bytes(numel, dtype), (payload.numel(), numel, dtype)
+        return self._bytes_of_scales(numel, dtype)
+
+    # -- with torch ---------------------------------------------------------------------------------------------------
+
+    def _encode_with_torch(self, x: Tensor, payload: Payload, gain: float, residual: Residual | None, key: int) -> None:
+        payload.zero_()
+        wide = _computed_in(x.dtype)
+        y = x.to(wide) * gain
+        if residual is not None:
+            y += residual.before.to(wide)
+        for first, rows, width, scales, words in self._parts(payload, y):
+            values = y[first : first + rows * width].view(rows, width)
+            scale, codes = self._codes_of(values, key, first)
+            scales.copy_(scale)
+            words.copy_(_packed(codes, self.bits, words.shape[1]))
+            if residual is not None:
+                values -= self._values_of(codes, scale.unsqueeze(1))  # y is not needed any more
+        if residual is not None:
+            residual.after.copy_(y)
+
+    def _decode_with_torch(self, payload: Payload, out: Tensor, gain: float, add: bool) -> bool:
+        self._room(out, payload)
+        wide = torch.empty(out.shape, dtype=_computed_in(out.dtype), device=out.device)
+        for first, rows, width, scales, words in self._parts(payload, wide):
+            codes = _unpacked(words, self.bits, width)
+            wide[first : first + rows * width].view(rows, width).copy_(
+                self._values_of(codes, (scales * gain).unsqueeze(1))
+            )
+        values = wide.to(out.dtype)
+        if add:
+            out += values
+        else:
+            out.copy_(values)
+        return bool(values.isfinite().all())
+
+    def _parts(self, payload: Tensor, y: Tensor) -> Iterator[tuple[int, int, int, Tensor, Tensor]]:
+        """The whole blocks, then the short one: first value, rows, width, their scales and their words."""
+        whole, rest = divmod(y.numel(), self.block)
+        codes = self._room(y, payload)
+        scales, words = payload[:codes].view(y.dtype), payload[codes:].view(torch.int32)
+        wide = self.block * self.bits // 32
+        if whole:
+            yield 0, whole, self.block, scales[:whole], words[: whole * wide].view(whole, wide)
+        if rest:
+            start = whole * wide
+            narrow = words.numel() - start
+            yield whole * self.block, 1, rest, scales[whole : whole + 1], words[start : start + narrow].view(1, narrow)
+
+    def _codes_of(self, values: Tensor, key: int, first: int) -> tuple[Tensor, Tensor]:
+        """The scale of each row, and the code of each value: whole numbers in a float dtype."""
+        numbers = torch.finfo(values.dtype)
+        magnitudes = values.abs()
+        largest = magnitudes.amax(1)
+        finite = largest.isfinite()
+        if self.levels == 0:
+            scale = _mean(magnitudes).clamp(max=numbers.max)
+            codes = (values < 0).to(values.dtype).neg()
+        else:
+            scale = (largest / self.levels).clamp(max=scale_limit(values.dtype, self.levels))
+            scale = torch.where(scale < numbers.tiny, 0.0, scale)
+            reciprocal = torch.where(scale == 0, 0.0, 1 / scale).unsqueeze(1)
+            if self.stochastic:
+                rows, width = values.shape
+                codes = (values * reciprocal + uniform(key, first, rows, width, values.device)).floor()
+                codes = torch.where(reciprocal == 0, 0.0, codes.clamp(max=self.levels))
+            else:
+                codes = (values * reciprocal).round()
+        return torch.where(finite, scale, torch.nan), torch.where(finite.unsqueeze(1), codes, 0.0)
+
+    def _values_of(self, codes: Tensor, scale: Tensor) -> Tensor:
+        return torch.where(codes < 0, -scale, scale) if self.levels == 0 else codes * scale
+
+
+_NOBODY = array("q")
+_KERNELS: dict[tuple[torch.dtype, int, int, bool], tuple[Any, Any]] = {}  # merge and decode, once compiled
+
+
+@functools.cache
+def scale_limit(dtype: torch.dtype, levels: int) -> float:
+    """The largest scale that gives no inf when it is multiplied with the largest code."""
+    limit = torch.tensor(torch.finfo(dtype).max, dtype=dtype) / max(levels, 1)
+    while (limit * levels).isinf():
+        limit = torch.nextafter(limit, torch.zeros_like(limit))
+    return float(limit)
+
+
+def _computed_in(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _mean(magnitudes: Tensor) -> Tensor:
+    """Of each row, added up in the order of the kernels: every ``SUMS``-th value, then the sums by halves."""
+    rows, width = magnitudes.shape
+    shares = magnitudes * (1 / torch.tensor(width, dtype=magnitudes.dtype, device=magnitudes.device))
+    sums = torch.zeros(rows, SUMS, dtype=magnitudes.dtype, device=magnitudes.device)
+    for start in range(0, width, SUMS):
+        part = shares[:, start : start + SUMS]
+        sums[:, : part.shape[1]] += part
+    while sums.shape[1] > 1:
+        half = sums.shape[1] // 2
+        sums = sums[:, :half] + sums[:, half:]
+    return sums[:, 0]
+
+
+def _packed(codes: Tensor, bits: int, num_words: int) -> Tensor:
+    """Words of the codes of each row; see [Note: planes]."""
+    rows, width = codes.shape
+    planes = torch.zeros(rows, 32 // bits * num_words, dtype=torch.int64, device=codes.device)
+    planes[:, :width] = codes.to(torch.int64) & (2**bits - 1)
+    shifts = torch.arange(0, 32, bits, device=codes.device).view(1, -1, 1)
+    return (planes.view(rows, -1, num_words) << shifts).sum(1).to(torch.int32)
+
+
+def _unpacked(words: Tensor, bits: int, width: int) -> Tensor:
+    rows = words.shape[0]
+    shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32).view(1, -1, 1)
+    planes = (words.unsqueeze(1) << (32 - bits - shifts)) >> (32 - bits)
+    return planes.reshape(rows, -1)[:, :width]

@@ -1,0 +1,104 @@
+"""The passes of the 16-bit casts: scale, add the residual, cast, and write what was rounded away, in one go."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradsync.codecs.kernels.blocks import KINDS
+from gradsync.codecs.kernels.lanes import (
+    VECTOR_BYTES,
+    fence,
+    get,
+    narrow_bfloat,
+    narrow_half,
+    numba,
+    pointer,
+    put,
+    scratch,
+    widen_bfloat,
+    widen_half,
+)
+from gradsync.codecs.kernels.moves import add, largest_bits, load, load_sum, store, streamable
+
+BLOCK = 1024  # values at a time
+ENCODE = "void(i8, i8, f8, i8, i8, i8)"
+DECODE = "b1(i8, i8, i8, f8, b1)"
+
+
+@functools.cache
+def available(short: torch.dtype) -> bool:
+    """Whether the processor itself converts float16; without that, torch is as good."""
+    if short == torch.bfloat16 or platform.machine() in ("aarch64", "arm64"):
+        return True
+    features: Any = importlib.import_module("llvmlite.binding").get_host_cpu_features()
+    return bool(features.get("f16c", False))
+
+
+@functools.cache
+def passes(dtype: torch.dtype, short: torch.dtype) -> tuple[Any, Any]:
+    """The two compiled functions of a cast, ``encode`` and ``decode``, for values of a dtype."""
+    kind, infinity = KINDS[dtype]
+    encode, decode = _passes(kind, infinity, short == torch.float16)
+    compiled = functools.partial(numba.njit, nogil=True, cache=True)
+    return compiled(ENCODE)(encode), compiled(DECODE)(decode)
+
+
+def _passes(kind: Any, infinity: int, half: bool) -> tuple[Callable[..., None], Callable[..., bool]]:
+    item = np.dtype(kind).itemsize
+    lanes = VECTOR_BYTES // item
+
+    def encode(x: int, count: int, gain: float, before: int, after: int, payload: int) -> None:
+        values = scratch(BLOCK, kind)
+        factor = kind(gain)
+        past_cache = after != before and streamable(after, BLOCK * item)
+        for index in range((count + BLOCK - 1) // BLOCK):
+            first = index * BLOCK
+            size, at = min(BLOCK, count - first), first * item
+            codes = pointer(payload + first * 2, np.int16)
+            if before != 0:
+                load_sum(values, pointer(x + at, kind), pointer(before + at, kind), size, factor)
+            else:
+                load(values, pointer(x + at, kind), size, factor)
+            for i in range(size):
+                value = get(values, i)
+                if half:
+                    short = narrow_half(value)
+                    put(values, i, value - widen_half(short, kind))
+                else:
+                    short = narrow_bfloat(value)
+                    put(values, i, value - widen_bfloat(short, kind))
+                put(codes, i, short)
+            if after != 0:
+                store(pointer(after + at, kind), values, size, lanes, past_cache)
+        fence()
+
+    def decode(payload: int, out: int, count: int, gain: float, added: bool) -> bool:
+        values = scratch(BLOCK, kind)
+        factor = kind(gain)
+        past_cache = streamable(out, BLOCK * item)
+        finite = True
+        for index in range((count + BLOCK - 1) // BLOCK):
+            first = index * BLOCK
+            size = min(BLOCK, count - first)
+            here, codes = pointer(out + first * item, kind), pointer(payload + first * 2, np.int16)
+            for i in range(size):
+                if half:
+                    put(values, i, widen_half(get(codes, i), kind) * factor)
+                else:
+                    put(values, i, widen_bfloat(get(codes, i), kind) * factor)
+            finite = largest_bits(values, size) < infinity and finite
+            if added:
+                add(here, values, size)
+            else:
+                store(here, values, size, lanes, past_cache)
+        fence()
+        return finite
+
+    return encode, decode

@@ -1,0 +1,68 @@
+"""A block of values between memory and scratch: the steps that all passes are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gradsync.codecs.kernels.lanes import VECTOR_BYTES, get, larger, magnitude_bits, numba, put, shifted, stream
+
+
+def inlined(function: Callable[..., Any]) -> Any:
+    """A step that becomes part of the pass which calls it."""
+    return numba.njit(function, forceinline=True)
+
+
+@inlined
+def load(values: Any, x: Any, count: int, gain: Any) -> None:
+    """Write ``gain`` times the values of x to scratch."""
+    for i in range(count):
+        put(values, i, get(x, i) * gain)
+
+
+@inlined
+def load_sum(values: Any, x: Any, others: Any, count: int, gain: Any) -> None:
+    """Write ``gain`` times the values of x, and others added, to scratch."""
+    for i in range(count):
+        put(values, i, get(x, i) * gain + get(others, i))
+
+
+@inlined
+def add(out: Any, values: Any, count: int) -> None:
+    """Add scratch to memory."""
+    for i in range(count):
+        put(out, i, get(out, i) + get(values, i))
+
+
+@inlined
+def fill(values: Any, value: Any, count: int) -> None:
+    """Write the same value everywhere."""
+    for i in range(count):
+        put(values, i, value)
+
+
+@inlined
+def store(out: Any, values: Any, count: int, lanes: int, past_cache: bool) -> None:
+    """Write scratch to memory, in vectors past the cache if they may be."""
+    if past_cache:
+        vectors = count // lanes
+        for v in range(vectors):
+            stream(out, values, v * lanes)
+        out, values, count = shifted(out, vectors * lanes), shifted(values, vectors * lanes), count - vectors * lanes
+    for i in range(count):
+        put(out, i, get(values, i))
+
+
+@inlined
+def streamable(address: int, block_bytes: int) -> bool:
+    """Whether every block of an array begins where a vector may be written past the cache."""
+    return address % VECTOR_BYTES == 0 and block_bytes % VECTOR_BYTES == 0
+
+
+@inlined
+def largest_bits(values: Any, count: int) -> Any:
+    """The bits of the largest magnitude; NaN if there is one."""
+    largest = magnitude_bits(get(values, 0))
+    for i in range(count):
+        largest = larger(largest, magnitude_bits(get(values, i)))
+    return largest

@@ -1,0 +1,285 @@
+"""Top-k: the largest values, each with its position."""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradsync import spec
+from gradsync.codecs import sparse
+from gradsync.codecs.base import Payload, padded
+from gradsync.codecs.scratch import scratch
+from gradsync.codecs.sparse import Sparse, check_density, kernels, kernels_take, share_of
+from gradsync.codecs.strata import positions, start_of
+
+_BITS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+}
+_SAMPLE_KEY = 0  # the same sample every step: what is kept follows from the values alone
+_SAMPLE_START = start_of(_SAMPLE_KEY)
+
+
+@spec.register("codec", "topk")
+@dataclass(frozen=True, kw_only=True)
+class TopK(Sparse):
+    """Keeps the largest values by magnitude; all others wait in the residual until they have grown large enough.
+
+    Zeros are never sent. NaN and inf count as larger than every number. [Note: index of top-k]
+
+    >>> import torch
+    >>> from gradsync.codecs import Payload, TopK
+    >>> codec, x = TopK(density=0.25), torch.tensor([1.0, -8.0, 2.0, 3.0])
+    >>> payload = Payload(torch.empty(codec.encoded_bytes(4), dtype=torch.uint8))
+    >>> codec.encode(x, payload)
+    >>> out = torch.empty(4)
+    >>> codec.decode(payload, out), out.tolist()
+    (True, [0.0, -8.0, 0.0, 0.0])
+    >>> 4_000_000 / TopK(density=0.01).encoded_bytes(1_000_000) > 75     # the positions are counted
+    True
+    """
+
+    density: float = 0.01  # lower => fewer bytes, more held back
+    exact: bool = False  # True => always the k largest; else now and then up to 15 % fewer, rather than look twice
+
+    def __post_init__(self) -> None:
+        check_density(self.density)
+
+    def max_kept(self, numel: int) -> int:
+        return share_of(numel, self.density)
+
+    def index_bytes(self, numel: int) -> int:
+        return _Plan.of(self, numel).index_bytes
+
+    def num_kept(self, index: Tensor, numel: int) -> int:
+        plan = _Plan.of(self, numel)
+        if index.device.type == "cpu":
+            return int(kernels("topk").count(plan.high(index).view(torch.uint64).numpy()))
+        return plan.read(index).numel()
+
+    def select(
+        self,
+        x: Tensor,
+        index: Tensor,
+        values: Tensor,
+        *,
+        gain: float = 1.0,
+        before: Tensor | None = None,
+        after: Tensor | None = None,
+        key: int = 0,
+    ) -> int:
+        plan = _Plan.of(self, x.numel())
+        if kernels_take(x, values, *(tensor for tensor in (before, after) if tensor is not None)):
+            return _select_by_kernel(plan, x, index, values, gain=gain, before=before, after=after)
+        y = sparse.compensated(x, gain=gain, before=before)
+        where = _largest(y, plan)
+        num = where.numel()
+        values[:num] = sparse.narrowed(y[where], values.dtype)
+        values[num:] = 0
+        plan.write(where, index)
+        if after is not None:
+            after.copy_(sparse.leave(y, where, values[:num]))
+        return num
+
+    def scatter(
+        self, index: Tensor, values: Tensor, out: Tensor, *, gain: float = 1.0, add: bool = False, key: int = 0
+    ) -> bool:
+        plan = _Plan.of(self, out.numel())
+        if kernels_take(out, values):
+            run = kernels("topk")
+            return _scatter_by_kernel(plan, index, values, out, gain=gain, how=run.ADD if add else run.SET)
+        where = plan.read(index)
+        return sparse.put(values[: where.numel()], where, out, gain=gain, add=add)
+
+    def erase(self, payload: Payload, out: Tensor, *, key: int = 0) -> None:
+        if out.numel() == 0:
+            return
+        plan = _Plan.of(self, out.numel())
+        index = payload[: plan.index_bytes]
+        if kernels_take(out):
+            unread = scratch("topk unread values", plan.k, out.dtype)
+            _scatter_by_kernel(plan, index, unread, out, gain=1.0, how=kernels("topk").ZERO)
+        else:
+            out[plan.read(index)] = 0
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What follows from a size and a density: how much is kept, how it is found, and how positions are written.
+
+    [Note: index of top-k] Positions rise, so their high parts need not be written out. The lowest 8 bits of each (16
+    where few are kept) are a byte of their own; the parts above are one row of bits: for each block a 1 for every
+    value kept of it, then a 0. So the i-th value, in block b, sets bit i + b. At 1 % that is 9.4 bits a position.
+    """
+
+    numel: int
+    k: int
+    low_bytes: int  # of each position
+    low_room: int  # bytes of all
+    index_bytes: int
+    num_samples: int
+    ranks: tuple[int, ...]  # the places in the sorted sample of the thresholds to try
+    enough: int  # fewer than this: try the next
+    capacity: int  # of the buffer: more than this lies above the threshold => it is raised on the way
+
+    @staticmethod
+    @functools.lru_cache(maxsize=4096)
+    def of(codec: TopK, numel: int) -> _Plan:
+        k = codec.max_kept(numel)
+        low_bytes = 1 if numel <= 2048 * k else 2
+        low_room = padded(k * low_bytes)
+        num_bits = k + (numel >> 8 * low_bytes) + 1
+        # About 128 of the sample should be among the k largest, but a sample need not be dear either.
+        num_samples = min(numel, max(4096, min(128 * numel // k, numel // 64)))
+        hits = num_samples * k / numel
+        # Aimed below the k-th largest by what the sample may err.
+        rank = k if num_samples == numel else math.ceil(hits + (4 if codec.exact else 2) * math.sqrt(hits))
+        return _Plan(
+            numel=numel,
+            k=k,
+            low_bytes=low_bytes,
+            low_room=low_room,
+            index_bytes=low_room + padded(-(-num_bits // 8)),
+            num_samples=num_samples,
+            ranks=tuple(min(r, num_samples) for r in (rank, 2 * rank)),
+            enough=k if codec.exact else math.ceil(0.85 * k),
+            capacity=k + k // 4 + 1024,
+        )
+
+    def low(self, index: Tensor) -> Tensor:
+        return index[: self.low_room]
+
+    def high(self, index: Tensor) -> Tensor:
+        return index[self.low_room :]
+
+    def write(self, where: Tensor, index: Tensor) -> None:
+        """Write positions, in order, with torch."""
+        index.zero_()
+        low = torch.stack([where >> 8 * place & 0xFF for place in range(self.low_bytes)], dim=1).to(torch.uint8)
+        self.low(index)[: low.numel()] = low.view(-1)
+        high = self.high(index)
+        bits = torch.zeros(high.numel() * 8, dtype=torch.uint8, device=index.device)
+        bits[torch.arange(where.numel(), device=index.device) + (where >> 8 * self.low_bytes)] = 1
+        high.copy_((bits.view(-1, 8) << _places(index.device)).sum(1))
+
+    def read(self, index: Tensor) -> Tensor:
+        """The positions, with torch."""
+        bits = self.high(index).unsqueeze(1) >> _places(index.device) & 1
+        high = bits.view(-1).nonzero().view(-1)
+        num = high.numel()
+        where = high - torch.arange(num, device=index.device)
+        if num > self.k:
+            raise _broken(self)
+        low = self.low(index).view(-1, self.low_bytes)[:num].to(torch.int64)
+        for place in reversed(range(self.low_bytes)):
+            where = where << 8 | low[:, place]
+        if num and int(where[-1]) >= self.numel:
+            raise _broken(self)
+        return where
+
+
+def _places(device: torch.device) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)
+
+
+def _broken(plan: _Plan) -> ValueError:
+    return ValueError(
+        f"expected a payload with at most {plan.k} positions below {plan.numel}; it has others. "
+        "It was not made by this codec, or changed on the way."
+    )
+
+
+class _Rooms(threading.local):
+    """What the kernel works in, as it takes it, for each dtype; grown when a plan needs more."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[torch.dtype, tuple[Any, ...]] = {}
+        self._sizes: dict[torch.dtype, tuple[int, int]] = {}
+
+    def of(self, plan: _Plan, dtype: torch.dtype) -> tuple[Any, ...]:
+        num_samples, capacity = self._sizes.get(dtype, (0, 0))
+        if plan.num_samples > num_samples or plan.capacity > capacity:
+            num_samples, capacity = max(plan.num_samples, num_samples), max(plan.capacity, capacity)
+            run = kernels("topk")
+            sample, kept, chunk = (torch.empty(n, dtype=dtype) for n in (num_samples, capacity, run.CHUNK))
+            at, counts = (torch.empty(n, dtype=torch.int64) for n in (capacity, run.NUM_COUNTS))
+            rooms = (sample, sample.view(_BITS[dtype]), at, kept, kept.view(_BITS[dtype]), chunk, counts)
+            self._arrays[dtype] = tuple(room.numpy() for room in rooms)
+            self._sizes[dtype] = num_samples, capacity
+        return self._arrays[dtype]
+
+
+_rooms = _Rooms()
+
+
+def _select_by_kernel(
+    plan: _Plan, x: Tensor, index: Tensor, values: Tensor, *, gain: float, before: Tensor | None, after: Tensor | None
+) -> int:
+    if after is not None and before is None:
+        sparse.compensate(x, after, gain=gain, before=None)
+        x, gain = after, 1.0
+    given = x.numpy()
+    return int(
+        kernels("topk").select(
+            given,
+            given if before is None else before.numpy(),
+            given if after is None else after.numpy(),
+            sparse.how_compensated(x, gain, before, after),
+            sparse.as_scalar(gain, x),
+            plan.ranks,
+            plan.enough,
+            plan.num_samples,
+            plan.capacity,
+            _SAMPLE_START,
+            *_rooms.of(plan, x.dtype),
+            values.numpy(),
+            plan.low(index).numpy(),
+            plan.low_bytes,
+            plan.high(index).view(torch.uint64).numpy(),
+        )
+    )
+
+
+def _scatter_by_kernel(plan: _Plan, index: Tensor, values: Tensor, out: Tensor, *, gain: float, how: int) -> bool:
+    run = kernels("topk")
+    said = run.scatter(
+        plan.low(index).numpy(),
+        plan.low_bytes,
+        plan.high(index).view(torch.uint64).numpy(),
+        values.numpy(),
+        out.numpy(),
+        sparse.as_scalar(gain, out),
+        how,
+    )
+    if said == run.BROKEN:
+        raise _broken(plan)
+    return bool(said == run.FINITE)
+
+
+def _largest(y: Tensor, plan: _Plan) -> Tensor:
+    """The positions that the kernel would find, with torch."""
+    bits = _BITS[y.dtype]
+    magnitudes = y.view(bits) & torch.iinfo(bits).max
+    sample = magnitudes[positions(plan.num_samples, plan.numel, _SAMPLE_KEY, y.device)]
+    sample = sample.to(torch.int64).sort(descending=True).values
+    where = torch.empty(0, dtype=torch.int64, device=y.device)
+    for rank in (*plan.ranks, 0):
+        least = max(1, int(sample[rank - 1])) if rank else 1
+        where = (magnitudes >= least).nonzero().view(-1)
+        if where.numel() >= plan.enough or least == 1:
+            break
+    if where.numel() <= plan.k:
+        return where
+    found = magnitudes[where].to(torch.int64)
+    limit = found.topk(plan.k).values[-1]
+    larger, equal = found > limit, found == limit
+    first_equal = equal.cumsum(0) <= plan.k - larger.sum()
+    return where[larger | equal & first_equal]

@@ -1,0 +1,133 @@
+"""int8 and int4: how good, how small, right in the mean, and the same bits in kernels and in torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradsync.codecs import Int4, Int8, Payload, Residual, Sign, Ternary
+from gradsync.codecs.base import Codec
+from gradsync.codecs.blockwise import Blockwise
+
+BLOCKWISE = [
+    Int8(),
+    Int8(block=96),
+    Int8(rounding="stochastic"),
+    Int4(),
+    Int4(rounding="stochastic"),
+    Sign(),
+    Sign(block=256),
+    Ternary(),
+]
+
+
+def random(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def sent(codec: Codec, x: Tensor, *, key: int = 0) -> Tensor:
+    payload = Payload(torch.empty(codec.encoded_bytes(x.numel(), x.dtype), dtype=torch.uint8))
+    codec.encode(x, payload, key=key)
+    out = torch.empty_like(x)
+    codec.decode(payload, out, key=key)
+    return out
+
+
+def hard_values(numel: int, dtype: torch.dtype) -> Tensor:
+    """A block of each: usual, zero, huge, denormal, and one with NaN."""
+    x, largest = random(numel, dtype), torch.finfo(dtype).max
+    for start, kind in enumerate((0.0, largest, 1e-43, 1e-37)):
+        x[300 + 512 * start : 812 + 512 * start] *= kind if kind != largest else 1.0
+        if kind == largest:
+            x[300 + 512 * start : 812 + 512 * start] = largest
+    x[-700], x[-2] = float("nan"), float("inf")
+    return x
+
+
+@pytest.mark.parametrize("codec", BLOCKWISE, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_kernels_and_torch_give_the_same_bits(
+    codec: Blockwise, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = [(random(numel, dtype), 0.3) for numel in (1, 33, 255, 257, 1025, 5000)]
+    cases.append((hard_values(5001, dtype), 1.0))
+    results = []
+    for with_torch in (False, True):
+        if with_torch:
+            monkeypatch.setattr(Blockwise, "_kernels", lambda self, like: None)
+        for x, gain in cases:
+            before, after = 0.01 * random(x.numel(), dtype, seed=1), torch.full_like(x, 7.0)
+            before[300:812] = 0
+            payload = Payload(torch.full((codec.encoded_bytes(x.numel(), dtype),), 9, dtype=torch.uint8))
+            codec.encode(x, payload, gain=gain, residual=Residual(before, after), key=11)
+            out, total = torch.full_like(x, 7.0), before.clone()
+            finite = codec.decode(payload, out, gain=0.7), codec.decode(payload, total, gain=3.0, add=True)
+            results.append((finite, payload, after, out, total))
+    for kernel, plain in zip(results[: len(cases)], results[len(cases) :], strict=True):
+        assert kernel[0] == plain[0]
+        for ours, theirs in zip(kernel[1:], plain[1:], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("codec", [Int8(), Int4()], ids=str)
+def test_the_error_is_half_a_step_at_most_and_the_residual_is_exact(codec: Blockwise) -> None:
+    x = random(50_000) * 10.0 ** random(50_000, seed=1)
+    payload, after = Payload(torch.empty(codec.encoded_bytes(50_000), dtype=torch.uint8)), torch.empty_like(x)
+    codec.encode(x, payload, residual=Residual(torch.zeros_like(x), after))
+    out = torch.empty_like(x)
+    codec.decode(payload, out)
+    assert torch.equal(out + after, x)
+    whole = x[: 50_000 // 256 * 256].view(-1, 256)
+    step = whole.abs().amax(1, keepdim=True) / codec.levels
+    assert (after[: whole.numel()].view(-1, 256).abs() <= 0.5001 * step).all()
+
+
+@pytest.mark.parametrize("codec", [Int8(rounding="stochastic"), Int4(rounding="stochastic"), Ternary()], ids=str)
+def test_chance_is_right_in_the_mean(codec: Blockwise) -> None:
+    x, keys = random(1000), 400
+    mean = torch.stack([sent(codec, x, key=key) for key in range(keys)]).double().mean(0)
+    step = torch.cat([part.abs().amax().expand(part.numel()) for part in x.split(codec.block)]).double() / codec.levels
+    # Its variance is at most a quarter of step². 1000 means: none is further off than 5 of their deviations.
+    deviation = (mean - x.double()) / (step * 0.5 / keys**0.5)
+    assert deviation.abs().max() < 5
+    assert abs(deviation.mean()) < 5 / 1000**0.5
+
+
+def test_keys_and_positions_are_independent() -> None:
+    codec, x = Int8(rounding="stochastic"), torch.full((4096,), 0.3)
+    x[::256] = 1.0
+    up = torch.stack([sent(codec, x, key=key) > 0.3 for key in range(64)]).double()
+    up = up[:, torch.arange(4096) % 256 != 0]
+    centred = (up - up.mean()) / up.std()
+    between_keys = (centred[1:] * centred[:-1]).mean()
+    between_neighbours = (centred[:, 1:] * centred[:, :-1]).mean()
+    assert abs(between_keys) < 0.01
+    assert abs(between_neighbours) < 0.01
+
+
+@pytest.mark.parametrize(("codec", "ratio"), [(Int8(), 3.9), (Int4(), 7.7), (Sign(), 30), (Ternary(), 15)], ids=str)
+@pytest.mark.parametrize("numel", [1_000_000, 10_007, 100_003])
+def test_bytes_are_few(codec: Blockwise, ratio: float, numel: int) -> None:
+    assert 4 * numel / codec.encoded_bytes(numel) >= ratio * (1 if numel > 50_000 else 0.95)
+
+
+def test_a_gain_that_overflows_is_said_only_where_it_does() -> None:
+    codec, x = Int8(), torch.tensor([1e30, 1e38])
+    payload = Payload(torch.empty(codec.encoded_bytes(2), dtype=torch.uint8))
+    codec.encode(x, payload)
+    out = torch.empty(2)
+    assert codec.decode(payload, out, gain=2.0) is True
+    assert codec.decode(payload, out, gain=100.0) is False
+    assert torch.equal(out, torch.tensor([0.0, float("inf")]))
+
+
+@pytest.mark.parametrize("block", [0, 31, 100, 8192, -256])
+def test_a_block_that_does_not_fit_is_refused(block: int) -> None:
+    with pytest.raises(ValueError, match=r"block must be a multiple of 32, up to 4096.*got block=.*Try block=\d+"):
+        Int8(block=block)
+
+
+def test_an_unknown_rounding_is_refused() -> None:
+    with pytest.raises(ValueError, match="rounding must be one of nearest, stochastic; got rounding='up'"):
+        Int8(rounding="up")  # type: ignore[arg-type]
