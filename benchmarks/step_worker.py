@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsync
@@ -70,6 +71,20 @@ def _ddp_view(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
+def _ddp_fp16(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync.Communicator) -> nn.Module:
+    module = DistributedDataParallel(model)
+    module.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return module
+
+
+def _ddp_powersgd(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync.Communicator) -> nn.Module:
+    module = DistributedDataParallel(model)
+    # It starts after two steps, the least that its authors allow; the untimed ones are more.
+    state = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return module
+
+
 def _gradsync_shm(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync.Communicator) -> nn.Module:
     group = comm.clone()
     assert isinstance(group, C10d)
@@ -82,13 +97,36 @@ def _gradsync(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync
     return model
 
 
+def _strategy(text: str) -> Attach:
+    def attach(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync.Communicator) -> nn.Module:
+        gradsync.synchronize(model, optimizer, text, comm=comm)
+        return model
+
+    return attach
+
+
+# Everything that gives up exactness for bytes. The 16-bit one is what the others must beat.
+LOSSY = {
+    "fp16": "allreduce(codec=fp16)",
+    "int8": "allreduce(codec=int8)",
+    "int4": "allreduce(codec=int4)",
+    "sign": "allreduce(codec=sign)",
+    "topk": "allreduce(codec=topk(density=0.01))",
+    "topk_int8": "allreduce(codec=chain(topk(density=0.01), int8))",
+    "powersgd": "allreduce(reducer=powersgd(rank=4))",
+    "powersgd_alternating": "allreduce(reducer=powersgd(rank=4, alternating=True))",
+}
+
 # A new transport, strategy or codec to compare is one entry here.
 VARIANTS: dict[str, Variant] = {
     "compute": Variant(title="compute only", attach=_compute_only),
     "ddp": Variant(title="DDP", attach=_ddp),
     "ddp_view": Variant(title="DDP, bucket views", attach=_ddp_view),
+    "ddp_fp16": Variant(title="DDP, fp16 hook", attach=_ddp_fp16),
+    "ddp_powersgd": Variant(title="DDP, PowerSGD rank 4 hook", attach=_ddp_powersgd),
     "gradsync": Variant(title="gradsync, c10d", attach=_gradsync),
     "gradsync_shm": Variant(title="gradsync, shm", attach=_gradsync_shm, one_host_only=True),
+    **{name: Variant(title=text, attach=_strategy(text)) for name, text in LOSSY.items()},
 }
 
 

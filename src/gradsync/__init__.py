@@ -3,7 +3,15 @@
 from gradsync.batchnorm import SyncBatchNorm
 from gradsync.comm import Communicator, Work, connect
 from gradsync.data import shard
-from gradsync.errors import CollectiveFailed, GradSyncError, GradSyncWarning, OutOfStep, PeerLost, SameDataWarning
+from gradsync.errors import (
+    CollectiveFailed,
+    GradSyncError,
+    GradSyncWarning,
+    NonFiniteGradient,
+    OutOfStep,
+    PeerLost,
+    SameDataWarning,
+)
 from gradsync.spec import SpecError
 from gradsync.strategies import AllReduce, Strategy
 from gradsync.synchronize import Synchronizer, synchronize
@@ -14,6 +22,7 @@ __all__ = [
     "Communicator",
     "GradSyncError",
     "GradSyncWarning",
+    "NonFiniteGradient",
     "OutOfStep",
     "PeerLost",
     "SameDataWarning",

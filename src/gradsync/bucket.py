@@ -27,11 +27,13 @@ class Allocator(Protocol):
 class Slot:
     """One parameter's place in a bucket, and what has happened to it in the current window of backwards."""
 
-    def __init__(self, name: str, param: Parameter, bucket: Bucket, view: Tensor, index: int) -> None:
+    def __init__(self, name: str, param: Parameter, bucket: Bucket, *, view: Tensor, flat: Tensor, index: int) -> None:
         self.name = name
         self.param = param
         self.bucket = bucket
         self.view = view  # a part of bucket.buffer in the parameter's own shape and strides
+        self.flat = flat  # the same part as it lies in memory: real numbers in a row
+        self.fresh: Tensor | None = None  # a gradient that lies, in the same order, where autograd put it
         self.index = index  # its flag's place in bucket.flags
         self.ready = False  # its gradient of the current backward is in
         self.held = False  # it has gathered gradients, and .grad was taken away meanwhile (see Engine)
@@ -62,6 +64,44 @@ class Slot:
                 self._multiply_in(grad.detach(), factor)
                 self.scaled = True
         self.param.grad = self.view
+
+    def lend(self) -> bool:
+        """Leave the gradient where autograd put it, for a reducer that reads it there; say whether that can be."""
+        grad = self.param.grad
+        assert grad is not None, "there is a gradient to lend"
+        if self.held or grad is self.view or grad.stride() != self.view.stride() or grad.is_complex():
+            return False
+        if self.view.numel() != self.flat.numel() or not torch.ops.aten.is_non_overlapping_and_dense(grad):
+            return False
+        self.fresh = grad.detach().as_strided(self.flat.shape, (1,))
+        return True
+
+    def release(self) -> None:
+        """What was lent has been read: autograd may have its memory back. ``.grad`` is the view, and empty as yet."""
+        if self.fresh is not None:
+            self.fresh, self.param.grad = None, self.view
+
+    @property
+    def source(self) -> Tensor:
+        """What this rank gives, flat, before it is multiplied by ``source_gain``."""
+        return self.flat if self.fresh is None else self.fresh
+
+    @property
+    def source_gain(self) -> float:
+        return 1.0 if self.fresh is None else self.bucket.factor
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        """Values that lie as this slot's do, seen in the parameter's shape."""
+        values = torch.view_as_complex(flat.view(-1, 2)) if self.param.is_complex() else flat
+        return values.as_strided(self.view.shape, self.view.stride())
+
+    def flattened(self, values: Tensor) -> Tensor:
+        """A copy of values in the parameter's shape, as this slot's lie."""
+        if values.shape != self.param.shape:
+            raise ValueError(f"parameter {self.name} has shape {tuple(self.param.shape)}; got {tuple(values.shape)}.")
+        flat = torch.zeros(self.flat.numel(), dtype=_real_dtype(values.dtype), device=self.flat.device)
+        self.shaped(flat).copy_(values)
+        return flat
 
     def _multiply_in(self, grad: Tensor, factor: float) -> None:
         if not grad.is_cpu or grad.nbytes < STREAMED_BYTES:
@@ -154,9 +194,19 @@ class Bucket:
         self.flags = self.storage[numel:]
         values = torch.view_as_complex(self.buffer.view(-1, 2)) if first.dtype.is_complex else self.buffer
         self.slots = [
-            Slot(name, param, self, _view_like(values, offset, param), index)
+            Slot(
+                name,
+                param,
+                self,
+                view=_view_like(values, offset, param),
+                flat=self.buffer[offset * reals_per_value : (offset + param.numel()) * reals_per_value],
+                index=index,
+            )
             for index, ((name, param), offset) in enumerate(zip(params, offsets, strict=True))
         ]
+        self.factor = 1.0  # what makes this rank's gradients its share of the mean
+        self.loss_scale = 1.0  # by which a GradScaler has multiplied them
+        self.may_overflow = False  # and it will look for inf among them
         self.missing = len(self.slots)  # slots whose gradient of the current backward is not in
         self.launched = False
 
@@ -170,33 +220,46 @@ class Bucket:
         self.launched = False
         for slot in self.slots:
             slot.ready = slot.scaled = False
+            slot.fresh = None
 
     def seal(self, factor: float) -> None:
         """Make the buffer what this rank gives: every gradient times ``factor``, zeros where there is none, flags set.
 
         [Note: weight zero] A factor of zero fills with zeros instead of multiplying: a rank that gives nothing must
         not spoil the sum with its NaN.
+
+        A gradient that is lent is left where it is: its reader multiplies it.
         """
+        self.factor = factor
+        if factor == 0.0:
+            for slot in self.slots:
+                slot.fresh = None
         used = [slot.has_gradient for slot in self.slots]
-        scaled = [slot.scaled for slot in self.slots]
+        done = [slot.scaled or slot.fresh is not None for slot in self.slots]
         with torch.no_grad():
             for slot in self.slots:
+                if slot.fresh is not None:
+                    continue
                 slot.collect()
                 if not used[slot.index]:
                     slot.view.zero_()  # it still holds the last mean
             if factor == 0.0:
                 self.buffer.zero_()
             elif factor != 1.0:
-                if not any(scaled):
+                if not any(done):
                     self.buffer.mul_(factor)
                 else:
                     for slot in self.slots:
-                        if used[slot.index] and not slot.scaled:
+                        if used[slot.index] and not done[slot.index]:
                             slot.view.mul_(factor)
             if all(used):
                 self.flags.fill_(1.0)
             else:
                 self.flags.copy_(torch.tensor(used, dtype=self.flags.dtype))
+
+    def checksum(self) -> float:
+        """A sum of all that this rank gives."""
+        return sum(float(slot.source.double().sum()) * slot.source_gain for slot in self.slots)
 
     def unseal(self) -> None:
         """After the reduction: ``.grad`` is the view wherever any rank had a gradient, and stays None elsewhere."""
@@ -204,7 +267,7 @@ class Bucket:
         # Read the flags only where this rank lacks a gradient: on CUDA it blocks until the collective is done.
         counts = self.flags.tolist() if any(absent) else []
         for slot in self.slots:
-            slot.held = False
+            slot.held, slot.fresh = False, None
             if not absent[slot.index] or counts[slot.index] > 0:
                 slot.param.grad = slot.view
             slot.restore()

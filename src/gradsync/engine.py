@@ -156,7 +156,9 @@ class Engine:
             raise GradSyncError(f"parameter {name} got a second gradient in one backward, after the first was sent.")
         if backward.factor is None and self.window.num_backwards == 1:
             self._learn_factor(block=False)
-        slot.collect(backward.factor if self.window.num_backwards == 1 else None)
+        alone = self.window.num_backwards == 1
+        if not (alone and self.strategy.reads_fresh_gradients and slot.lend()):
+            slot.collect(backward.factor if alone else None)
         slot.ready = True
         slot.bucket.missing -= 1
         if self._planner.ready_order is not None:
@@ -204,8 +206,10 @@ class Engine:
 
     def _open(self, *, has_data: bool) -> None:
         self.comm.note(f"step {self.step}" if has_data else f"join, at step {self.step}", step=self.step)
+        loss_scale = float(self.scaler.get_scale()) if self.scaler is not None else 1.0
         for bucket in self.plan.buckets:
             bucket.open()
+            bucket.loss_scale, bucket.may_overflow = loss_scale, self.scaler is not None
         self.strategy.open(
             Header(
                 step=self.step,
@@ -215,7 +219,7 @@ class Engine:
                 has_data=has_data,
                 buffers_changed=has_data and self._buffers.changed(),
                 hyperparameters=hyperparameter_checksum(self.optimizer),
-                loss_scale=float(self.scaler.get_scale()) if self.scaler is not None else 1.0,
+                loss_scale=loss_scale,
                 checksum=self._same_data.take_checksum(),
             )
         )

@@ -5,7 +5,8 @@ The user's own mistakes are ``ValueError`` and ``TypeError``; what the world doe
     GradSyncError
     ├── PeerLost          a rank died, left or fell silent
     ├── OutOfStep         ranks are at different places of the run: other models, other steps, other settings
-    └── CollectiveFailed  the transport reported an error, and every peer is alive
+    ├── CollectiveFailed  the transport reported an error, and every peer is alive
+    └── NonFiniteGradient a compressed gradient has NaN or inf, and no GradScaler looks for it
 
     GradSyncWarning (UserWarning)
     └── SameDataWarning   every rank computed the same gradient: they read the same data
@@ -86,6 +87,17 @@ class CollectiveFailed(GradSyncError):
 
     >>> import gradsync
     >>> isinstance(gradsync.CollectiveFailed("all_reduce: connection refused"), gradsync.GradSyncError)
+    True
+    """
+
+
+class NonFiniteGradient(GradSyncError):
+    """A gradient that was to be compressed has NaN or inf: its mean is spoilt on every rank, and nobody would look.
+
+    Every rank raises it, and names the same parameter.
+
+    >>> import gradsync
+    >>> issubclass(gradsync.NonFiniteGradient, gradsync.GradSyncError)
     True
     """
 

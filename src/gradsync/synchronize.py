@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from gradsync import spec
-from gradsync.bucket import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from gradsync.bucket import FIRST_BUCKET_BYTES
 from gradsync.buffers import BufferMode
 from gradsync.comm import Communicator, connect
 from gradsync.engine import Engine
@@ -26,7 +26,7 @@ from gradsync.strategies import Strategy, resolve_strategy
 
 log = logging.getLogger("gradsync")
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 def synchronize(
@@ -37,7 +37,7 @@ def synchronize(
     comm: Communicator | None = None,
     accumulate: int = 1,
     accumulation: Literal["mean", "sum"] = "mean",
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int | None = None,
     first_bucket_bytes: int = FIRST_BUCKET_BYTES,
     buffers: BufferMode = "broadcast",
     scaler: torch.amp.GradScaler | None = None,
@@ -61,7 +61,8 @@ def synchronize(
             is None, so that ``optimizer.step()`` and clipping pass over it.
         accumulation: "mean" over the backwards of a window (weighted, see ``set_weight``); "sum" multiplies by their
             number, for loops that divide the loss themselves, as they must with DDP.
-        bucket_bytes: size of a bucket. Larger => fewer collectives; smaller => they start earlier.
+        bucket_bytes: size of a bucket, 25 MiB (with a codec 4) unless said. Larger => fewer collectives; smaller =>
+            they start earlier.
         first_bucket_bytes: size of the first one.
         buffers: "broadcast" rank 0's after each synchronizing backward, take their "mean", or "none".
         scaler: the ``GradScaler`` in use, if any.
@@ -82,14 +83,14 @@ def synchronize(
     3
     >>> sync.close()
     """
+    chosen = resolve_strategy(strategy)
     settings = Settings(
         accumulate=accumulate,
         accumulation=accumulation,
-        bucket_bytes=bucket_bytes,
+        bucket_bytes=chosen.bucket_bytes if bucket_bytes is None else bucket_bytes,
         first_bucket_bytes=first_bucket_bytes,
         buffers=buffers,
     )
-    chosen = resolve_strategy(strategy)
     _check_model(model, optimizer)
     sparse_names = _sparse_names(model, sparse)
     if comm is None:
@@ -242,8 +243,8 @@ class Synchronizer:
     def state_dict(self) -> dict[str, Any]:
         """All that the synchronizer must have to go on bit for bit: clock, plan, strategy state, by parameter name.
 
-        Between steps it is the same on every rank. Within an accumulation it also holds the gradients that this rank
-        has gathered, so then each rank saves its own.
+        Between steps of exact training it is the same on every rank. With a codec it also holds what this rank still
+        owes the others, and within an accumulation the gradients that it has gathered: so then each rank saves its own.
 
         >>> import gradsync, torch
         >>> model = torch.nn.Linear(2, 1)
@@ -258,20 +259,56 @@ class Synchronizer:
         """
         return {
             "version": STATE_VERSION,
+            "rank": self.rank,
+            "world_size": self.world_size,
             "strategy": spec.render(self._engine.strategy),
             **self._engine.state_dict(),
             "strategy_state": self._engine.strategy.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what ``state_dict`` gave, on every rank."""
-        if state.get("version") != STATE_VERSION:
-            raise ValueError(f"expected a gradsync state of version {STATE_VERSION}; got {state.get('version')!r}.")
-        mine = spec.render(self._engine.strategy)
-        if state["strategy"] != mine:
-            raise ValueError(f"the state was saved by {state['strategy']!r}; this synchronizer runs {mine!r}.")
-        self._engine.load_state_dict(state)
-        self._engine.strategy.load_state_dict(state["strategy_state"])
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Take back what ``state_dict`` gave, on every rank.
+
+        Given a list of what *all* ranks have saved, in rank order, each takes its own. With another number of ranks
+        what the codecs still owe is handed on: old rank q's to rank q mod ``world_size``: none is lost.
+        """
+        states = [state] if isinstance(state, dict) else list(state)
+        strategy = self._engine.strategy
+        for each in states:
+            if each.get("version") != STATE_VERSION:
+                raise ValueError(f"expected a gradsync state of version {STATE_VERSION}; got {each.get('version')!r}.")
+            if each["strategy"] != spec.render(strategy):
+                raise ValueError(
+                    f"the state was saved by {each['strategy']!r}; this synchronizer runs {spec.render(strategy)!r}."
+                )
+        if isinstance(state, dict):
+            self._check_own(state)
+            chosen = state
+        else:
+            self._check_complete(states)
+            chosen = states[self.rank % len(states)]
+            if len(states) != self.world_size:
+                merged = strategy.redistribute([each["strategy_state"] for each in states], self.rank, self.world_size)
+                chosen = {**chosen, "strategy_state": merged}
+        self._engine.load_state_dict(chosen)
+        strategy.load_state_dict(chosen["strategy_state"])
+
+    def _check_own(self, state: dict[str, Any]) -> None:
+        saved, here = (state["rank"], state["world_size"]), (self.rank, self.world_size)
+        if self._engine.strategy.is_own(state["strategy_state"]) and saved != here:
+            raise ValueError(
+                f"the state is that of rank {saved[0]} of {saved[1]}, and what its codec still owes is its own; this "
+                f"is rank {here[0]} of {here[1]}. Save on every rank, and load all of it: load_state_dict([...]) with "
+                "the states of all ranks."
+            )
+
+    def _check_complete(self, states: Sequence[dict[str, Any]]) -> None:
+        expected = states[0]["world_size"] if states else 1
+        if [each["rank"] for each in states] != list(range(expected)):
+            raise ValueError(
+                f"expected the states of ranks 0 to {expected - 1}, in this order; got those of "
+                f"{[each['rank'] for each in states]}."
+            )
 
     def close(self) -> None:
         """Remove all hooks: the model is as it was, with gradients of its own. Does not wait for peers."""

@@ -11,8 +11,14 @@ from gradsync.bucket import BucketPlan, plan_buckets
 from gradsync.comm import Communicator, run_ranks
 from gradsync.reducers import Driver, Reducer
 
-EXACT = ["plain"]
-REDUCERS = [name for name in spec.names("reducer") if not name.startswith("test_")]
+EXACT = ["plain", "compressed(codec=dense)"]
+CODECS = [f"compressed(codec={name}, min_numel=1)" for name in spec.names("codec") if name != "chain"]
+OTHERS = [
+    "compressed(codec=int8, feedback='ef21')",
+    "compressed(codec=chain(topk, int8))",
+    "powersgd(alternating=True)",
+]
+REDUCERS = [name for name in spec.names("reducer") if not name.startswith("test_")] + EXACT[1:] + CODECS + OTHERS
 
 
 def make_plan(comm: Communicator, seed: int) -> BucketPlan:
@@ -27,6 +33,7 @@ def make_plan(comm: Communicator, seed: int) -> BucketPlan:
 
 def reduce_all(comm: Communicator, reducer: Reducer, seed: int) -> list[torch.Tensor]:
     plan = make_plan(comm, seed + comm.rank)
+    reducer.attach(plan, comm)
     driver = Driver(reducer, comm, len(plan.buckets))
     # Buckets become ready in another order on every rank; the driver keeps to the plan's.
     order = torch.randperm(len(plan.buckets), generator=torch.Generator().manual_seed(comm.rank)).tolist()
@@ -56,6 +63,7 @@ def test_it_yields_as_many_collectives_as_it_says(name: str) -> None:
     def run(comm: Communicator) -> list[int]:
         reducer = spec.parse(name, "reducer")
         plan = make_plan(comm, comm.rank)
+        reducer.attach(plan, comm)
         counts = []
         for bucket in plan.buckets:
             bucket.seal(1.0)
@@ -63,10 +71,10 @@ def test_it_yields_as_many_collectives_as_it_says(name: str) -> None:
             for work in reducer.reduce(bucket, comm):
                 work.wait()
                 works += 1
-            counts.append(works - reducer.num_stages)
+            counts.append(works - reducer.stages(comm.world_size))
         return counts
 
-    assert all(count == 0 for counts in run_ranks(2, run) for count in counts)
+    assert all(count == 0 for world in (1, 2, 3) for counts in run_ranks(world, run) for count in counts)
 
 
 @pytest.mark.parametrize("name", REDUCERS)
@@ -74,12 +82,27 @@ def test_it_counts_its_bytes_and_keeps_its_state_by_name(name: str) -> None:
     def run(comm: Communicator) -> None:
         reducer, other = spec.parse(name, "reducer"), spec.parse(name, "reducer")
         plan = make_plan(comm, comm.rank)
+        reducer.attach(plan, comm)
         assert all(reducer.bytes_sent(bucket, comm.world_size) > 0 for bucket in plan.buckets)
         reduce_all(comm, reducer, seed=1)
+        reducer.end_step(finite=True)
         names = {slot.name for slot in plan.slots()}
-        assert set(reducer.state_dict()) <= names, "state is keyed by parameter, never by bucket"
-        other.load_state_dict(reducer.state_dict())
-        with pytest.raises(ValueError):
+        state = reducer.state_dict()
+        assert set(state) <= {"steps", "own", "shared"}
+        for kinds in (state.get("own", {}), state.get("shared", {})):
+            assert all(set(by_name) <= names for by_name in kinds.values()), "keyed by parameter, never by bucket"
+        other.attach(plan, comm)
+        other.load_state_dict(state)
+        assert _same(other.state_dict(), state)
+        with pytest.raises((ValueError, KeyError)):
             other.load_state_dict({"no such parameter": torch.ones(1)})
 
     run_ranks(2, run)
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return one == other

@@ -10,11 +10,13 @@ it can never change its order.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from gradsync import spec
-from gradsync.bucket import Bucket
+from gradsync.bucket import BUCKET_BYTES, Bucket, BucketPlan, Slot
 from gradsync.comm.base import Communicator, Work
 
 
@@ -22,6 +24,24 @@ class Reducer(abc.ABC):
     """Turns a sealed bucket into its sum over the ranks, in place. (Sealed with its weight, that is the mean.)"""
 
     num_stages: int = 1  # how many collectives `reduce` yields, for every bucket on every rank
+    bucket_bytes: int = BUCKET_BYTES  # how large it likes its buckets, unless the user says
+    reads_fresh_gradients: bool = False  # by `slot.source`: the engine need not copy them into the bucket first
+
+    def __init__(self) -> None:
+        self.slots: dict[str, Slot] = {}
+        self.nonfinite: list[str] = []  # parameters whose mean came out with NaN or inf, for reducers that look
+
+    def attach(self, plan: BucketPlan, comm: Communicator) -> None:
+        """Take the plan, and again after it has changed."""
+        self.slots = {slot.name: slot for bucket in plan.buckets for slot in bucket.slots}
+
+    def stages(self, world_size: int) -> int:
+        """``num_stages``, for a reducer in which it depends on the number of ranks."""
+        return self.num_stages
+
+    def end_step(self, *, finite: bool) -> None:
+        """All buckets of a backward are reduced: keep what it has changed, or not if the means were not finite."""
+        self.nonfinite = []
 
     @abc.abstractmethod
     def reduce(self, bucket: Bucket, comm: Communicator) -> Iterator[Work]:
@@ -32,8 +52,20 @@ class Reducer(abc.ABC):
         """The bytes that this rank puts on the wire for a bucket, headers and all."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What must survive a restart, keyed by parameter name."""
+        """What must survive a restart, keyed by parameter name; what is this rank's alone under the key "own"."""
         return {}
+
+    def redistribute(self, states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+        """This rank's state, made of those that all ranks of a run with another number of them have saved.
+
+        [Note: nothing is lost] What is a rank's own stands under "own" and may be added up: old rank q's goes to rank
+        q mod world_size. All else is the same on every rank.
+        """
+        merged = dict(states[0])
+        if "own" in merged:
+            heirs = [state["own"] for state in states[rank::world_size]]
+            merged["own"] = {kind: _added_up([own[kind] for own in heirs]) for kind in states[0]["own"]}
+        return merged
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what ``state_dict`` gave."""
@@ -46,13 +78,22 @@ class Reducer(abc.ABC):
 spec.declare("reducer", Reducer)
 
 
+def _added_up(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    total: dict[str, Tensor] = {}
+    for part in parts:
+        for name, value in part.items():
+            total[name] = total[name] + value if name in total else value
+    return total
+
+
 class Driver:
     """Walks the (bucket, stage) pairs of one backward in their fixed order, as far as it can without blocking."""
 
     def __init__(self, reducer: Reducer, comm: Communicator, num_buckets: int) -> None:
         self._reducer = reducer
         self._comm = comm
-        pairs = [(bucket, stage) for bucket in range(num_buckets) for stage in range(reducer.num_stages)]
+        num_stages = reducer.stages(comm.world_size)
+        pairs = [(bucket, stage) for bucket in range(num_buckets) for stage in range(num_stages)]
         self._sequence = sorted(pairs, key=lambda pair: (pair[0] + pair[1], pair[1]))
         self._next = 0
         self._running: dict[int, tuple[Iterator[Work], Work]] = {}
@@ -78,6 +119,10 @@ class Driver:
             work.wait()
             rest = next(generator, None)  # what stands behind the last yield
             assert rest is None, "a reducer yields num_stages collectives"
+        self._running.clear()
+
+    def abandon(self) -> None:
+        """The backward will not come to its end: let go."""
         self._running.clear()
 
     def _start(self, *, block: bool) -> bool:

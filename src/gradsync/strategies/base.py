@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradsync import spec
-from gradsync.bucket import Bucket, BucketPlan, SparseSlot
+from gradsync.bucket import BUCKET_BYTES, Bucket, BucketPlan, SparseSlot
 from gradsync.comm.base import Communicator
 from gradsync.header import Header, Round
 
@@ -35,6 +35,9 @@ class Strategy(abc.ABC):
     >>> gradsync.spec.register("strategy", "noisy")(Noisy).__name__
     'Noisy'
     """
+
+    bucket_bytes: int = BUCKET_BYTES  # how large it likes its buckets, unless the user says
+    reads_fresh_gradients: bool = False  # where autograd put them, by `slot.source`; else they are in the bucket
 
     def __init__(self) -> None:
         self.plan: BucketPlan
@@ -87,6 +90,14 @@ class Strategy(abc.ABC):
         """Take back what ``state_dict`` gave."""
         if state:
             raise ValueError(f"{type(self).__name__} keeps no state; got {sorted(state)}. Saved by another strategy?")
+
+    def redistribute(self, states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+        """This rank's state, made of those that all ranks of a run with another number of them have saved."""
+        return states[0]
+
+    def is_own(self, state: dict[str, Any]) -> bool:
+        """Whether a saved state holds something that is one rank's alone."""
+        return False
 
 
 spec.declare("strategy", Strategy)

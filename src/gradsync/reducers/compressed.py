@@ -1,0 +1,275 @@
+"""Compressed reduction: fewer bytes on the wire, and what they could not say is sent later.
+
+[Note: two stages] Payloads that can't be added up on the way would have to be gathered by everyone from everyone: n
+times the bytes of one. Instead every rank owns a shard of each bucket. It gets the others' payloads of that shard, sums
+what they say, encodes the sum, and shares that. A rank so sends 2 (n - 1) / n payloads, whatever n is; and all ranks,
+the owner as well, read the result from the same bytes, so the replicas stay bitwise equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradsync import spec
+from gradsync.bucket import MIB, Bucket, BucketPlan
+from gradsync.codecs.base import Codec
+from gradsync.codecs.cast import Bf16, Fp16
+from gradsync.codecs.dense import Dense
+from gradsync.codecs.sparse import Sparse
+from gradsync.comm.base import Communicator, Finished, Work
+from gradsync.reducers.base import Reducer
+from gradsync.reducers.feedback import FEEDBACKS, Feedback, Memory, MomentumCorrection, Turn, worked_in
+from gradsync.reducers.rules import MIN_NUMEL, CodecRule, Rules
+from gradsync.reducers.shards import Piece, Shards, cut
+
+WHOLE: dict[torch.dtype, Codec] = {torch.float16: Fp16(), torch.bfloat16: Bf16()}
+
+
+@dataclass
+class _Wire:
+    """What one bucket needs on its way, kept from step to step."""
+
+    codecs: tuple[Codec, ...]
+    shards: Shards
+    given: Tensor  # a row for each rank: what this rank sends, and afterwards everyone's answers
+    got: Tensor
+    answer: Tensor
+
+
+@spec.register("reducer", "compressed")
+class Compressed(Reducer):
+    """Sends codes instead of values, with feedback of what the codes leave out.
+
+    Args:
+        codec: one for all, or ``{"*.embedding.weight": "topk(density=0.01)", "*": "int8"}``: the first pattern that
+            fits a parameter's name counts.
+        feedback: "ef" adds what was not said to the next step, "ef21" sends differences from an estimate, "none"
+            forgets it. (``dgc`` brings its own.)
+        min_numel: parameters with fewer values, and all vectors, are sent whole unless a pattern names them.
+            Lower => more is compressed, and a little less is sent.
+        seed: of the codecs that round or choose at random.
+
+    >>> from gradsync.reducers import Compressed
+    >>> Compressed("int8", feedback="ef21").num_stages
+    2
+    >>> Compressed("fp16").num_stages                       # sums of 16-bit floats need no second stage
+    1
+    """
+
+    reads_fresh_gradients = True
+    bucket_bytes = 4 * MIB  # of codes there are few: smaller buckets leave less to wait for after the last gradient
+
+    def __init__(
+        self, codec: CodecRule = "int8", *, feedback: str = "ef", min_numel: int = MIN_NUMEL, seed: int = 0
+    ) -> None:
+        super().__init__()
+        if feedback not in FEEDBACKS:
+            raise ValueError(f"feedback must be one of {', '.join(FEEDBACKS)}; got {feedback!r}.")
+        self.rules = Rules.read(codec, min_numel=min_numel)
+        self._feedback_name = feedback
+        self._seed = seed
+        self._steps = 0
+        self._feedback = self._make_feedback()
+        self._settle_stages({torch.float32})
+        self._wires: dict[int, _Wire] = {}
+
+    def _make_feedback(self) -> Feedback:
+        sparse = [codec for _, codec in self.rules.patterns if isinstance(codec, Sparse)]
+        wanted = {(codec.momentum, codec.clip_norm) for codec in sparse} - {(0.0, None)}
+        if not wanted:
+            return FEEDBACKS[self._feedback_name]()
+        if len(wanted) > 1:
+            raise ValueError(f"dgc has one momentum and one clip_norm for all parameters; got {sorted(wanted)}.")
+        if self._feedback_name != "ef":
+            raise ValueError(f"dgc brings a feedback of its own; got feedback={self._feedback_name!r}. Leave it out.")
+        momentum, clip_norm = wanted.pop()
+        return MomentumCorrection(momentum=momentum, clip_norm=clip_norm)
+
+    def spec_arguments(self) -> dict[str, Any]:
+        """What it was made with, for specs."""
+        return {
+            "codec": self.rules.written(),
+            "feedback": self._feedback_name,
+            "min_numel": self.rules.min_numel,
+            "seed": self._seed,
+        }
+
+    # -- one bucket -----------------------------------------------------------------------------------------------
+
+    def attach(self, plan: BucketPlan, comm: Communicator) -> None:
+        super().attach(plan, comm)
+        self.rules.check([slot.name for slot in plan.slots()])
+        self._settle_stages({worked_in(bucket.buffer.dtype) for bucket in plan.buckets})
+        self._wires = {}
+        self._feedback.on_new_plan()
+
+    def _settle_stages(self, dtypes: set[torch.dtype]) -> None:
+        """One stage where all payloads can be added up, and in a dtype in which small parameters can go whole."""
+        sums = {codec.sums_as for _, codec in self.rules.patterns if not isinstance(codec, Dense)}
+        common = sums.pop() if len(sums) == 1 else None
+        self._sums_as = None if common == torch.float32 and dtypes != {torch.float32} else common
+        self.num_stages = 1 if self._sums_as is not None else 2
+
+    def stages(self, world_size: int) -> int:
+        return 1 if world_size == 2 else self.num_stages
+
+    def reduce(self, bucket: Bucket, comm: Communicator) -> Iterator[Work]:
+        if comm.world_size == 1:  # nobody to send to, so nothing to leave out
+            yield from [Finished()] * self.stages(comm.world_size)
+        elif self._sums_as is not None:
+            yield from self._reduce_by_sum(bucket, comm)
+        elif comm.world_size == 2:
+            yield from self._reduce_by_exchange(bucket, comm)
+        else:
+            yield from self._reduce_by_shards(bucket, comm)
+
+    def _reduce_by_sum(self, bucket: Bucket, comm: Communicator) -> Iterator[Work]:
+        wire = self._wire_of(bucket, comm.world_size)
+        row, pieces = wire.given[0], wire.shards.rows[0]
+        for piece in pieces:
+            self._feedback.give(self._turn(piece, bucket, comm), piece.payload(row))
+        assert self._sums_as is not None
+        yield comm.all_reduce(row.view(self._sums_as))
+        for piece in pieces:
+            turn = self._turn(piece, bucket, comm)
+            self._end(turn, bucket, finite=self._feedback.take(turn, piece.payload(row)))
+
+    def _reduce_by_exchange(self, bucket: Bucket, comm: Communicator) -> Iterator[Work]:
+        """Two ranks: each gives all of its own to the other. That is no more than two halves, and one stage less."""
+        wire, peer = self._wire_of(bucket, comm.world_size), 1 - comm.rank
+        pieces, mine, theirs = wire.shards.rows[0], wire.given[peer], wire.got[peer]
+        for piece in pieces:
+            self._feedback.give(self._turn(piece, bucket, comm), piece.payload(mine))
+        for slot in bucket.slots:
+            slot.release()
+        yield comm.all_to_all(wire.given, out=wire.got)
+        ordered = (mine, theirs) if comm.rank == 0 else (theirs, mine)
+        for piece in pieces:
+            turn = self._turn(piece, bucket, comm)
+            finite = self._feedback.take_sum(turn, [piece.payload(row) for row in ordered])
+            self._end(turn, bucket, finite=finite)
+
+    def _reduce_by_shards(self, bucket: Bucket, comm: Communicator) -> Iterator[Work]:
+        wire = self._wire_of(bucket, comm.world_size)
+        others = [rank for rank in range(comm.world_size) if rank != comm.rank]
+        for rank in others:
+            for piece in wire.shards.rows[rank]:
+                self._feedback.give(self._turn(piece, bucket, comm), piece.payload(wire.given[rank]))
+        yield comm.all_to_all(wire.given, out=wire.got)
+        for piece in wire.shards.rows[comm.rank]:
+            received = [piece.payload(wire.got[rank]) for rank in others]
+            turn = self._turn(piece, bucket, comm)
+            self._end(turn, bucket, finite=self._feedback.answer(turn, received, piece.payload(wire.answer)))
+        yield comm.all_gather(wire.answer, out=wire.given)
+        for rank in others:
+            for piece in wire.shards.rows[rank]:
+                turn = self._turn(piece, bucket, comm)
+                self._end(turn, bucket, finite=self._feedback.take(turn, piece.payload(wire.given[rank])))
+
+    def _turn(self, piece: Piece, bucket: Bucket, comm: Communicator) -> Turn:
+        shared = piece.codec.sums_as is not None  # then all ranks choose alike
+        key = _mix(self._seed, self._steps, piece.key, 0 if shared else 1 + comm.rank)
+        slot, scale = piece.slot, bucket.loss_scale
+        if slot is None:
+            x = out = bucket.flags
+            gain = scale = 1.0
+        else:
+            part = slice(piece.first, piece.end)
+            x, out, gain = slot.source[part], slot.flat[part], slot.source_gain / scale
+        dtype = worked_in(out.dtype)
+        if dtype != out.dtype:
+            x, out = x.to(dtype), torch.empty_like(out, dtype=dtype)
+        return Turn(piece, x, gain, out, scale, key, bucket.may_overflow, bucket.factor, comm.world_size)
+
+    def _end(self, turn: Turn, bucket: Bucket, *, finite: bool) -> None:
+        """``out`` is written: put it where it belongs, and remember whether it is all numbers."""
+        slot = turn.piece.slot
+        if turn.out.dtype != bucket.buffer.dtype:
+            place = bucket.flags if slot is None else slot.flat[turn.piece.first : turn.piece.end]
+            place.copy_(turn.out)
+        if not finite and slot is not None:
+            self.nonfinite.append(slot.name)
+
+    def end_step(self, *, finite: bool) -> None:
+        super().end_step(finite=finite)
+        self._feedback.end_step(finite=finite)
+        self._steps += finite
+
+    # -- what lies where ------------------------------------------------------------------------------------------
+
+    def _codecs_of(self, bucket: Bucket) -> tuple[Codec, ...]:
+        """What each slot is encoded by at this step."""
+        found = [self.rules.codec_of(slot.name, slot.param).at(self._steps) for slot in bucket.slots]
+        summed, whole = self._sums_as is not None, self._whole(bucket)
+        return tuple(
+            whole if isinstance(codec, Dense) or (summed and codec.sums_as is None) else codec for codec in found
+        )
+
+    def _whole(self, bucket: Bucket) -> Codec:
+        """What sends values whole; what is added up must be of one dtype."""
+        return WHOLE.get(self._sums_as or bucket.buffer.dtype, Dense())
+
+    def _wire_of(self, bucket: Bucket, world_size: int) -> _Wire:
+        codecs = self._codecs_of(bucket)
+        wire = self._wires.get(bucket.index)
+        if wire is None or wire.codecs != codecs:
+            summed = self._sums_as is not None
+            shards = cut(bucket, codecs, 1 if summed or world_size == 2 else world_size, flags=self._whole(bucket))
+            num_rows = 1 if summed else world_size
+            given = torch.zeros(num_rows, shards.row_bytes, dtype=torch.uint8, device=bucket.device)
+            got = given if summed else torch.zeros_like(given)
+            wire = self._wires[bucket.index] = _Wire(codecs, shards, given, got, torch.zeros_like(given[0]))
+        return wire
+
+    def bytes_sent(self, bucket: Bucket, world_size: int) -> int:
+        if world_size == 1:
+            return 0
+        wire = self._wire_of(bucket, world_size)
+        if self._sums_as is not None:
+            return 2 * (world_size - 1) * wire.shards.row_bytes // world_size
+        if world_size == 2:
+            return wire.shards.row_bytes
+        return 2 * (world_size - 1) * wire.shards.row_bytes
+
+    # -- what must survive a restart ------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "steps": self._steps,
+            "own": {kind: self._saved(memory) for kind, memory in self._feedback.memories.items()},
+            "shared": {kind: self._saved(memory) for kind, memory in self._feedback.shared.items()},
+        }
+
+    def _saved(self, memory: Memory) -> dict[str, Tensor]:
+        return {name: self.slots[name].shaped(flat).clone() for name, flat in memory.now.items() if name in self.slots}
+
+    def redistribute(self, states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+        if self._feedback_name == "ef21":  # estimates begin anew: nothing is owed
+            return {"steps": states[0]["steps"], "own": {"estimates": {}}, "shared": {"results": {}}}
+        return super().redistribute(states, rank, world_size)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._steps = int(state["steps"])
+        for key, memories in (("own", self._feedback.memories), ("shared", self._feedback.shared)):
+            if set(state[key]) != set(memories):
+                raise ValueError(f"the state holds {sorted(state[key])}; this reducer keeps {sorted(memories)}.")
+            for kind, memory in memories.items():
+                memory.clear()
+                memory.now = {name: self.slots[name].flattened(saved) for name, saved in state[key][kind].items()}
+
+
+def _mix(*parts: int) -> int:
+    """One number from several, such that neighbours have nothing in common; 63 bits."""
+    mixed = 0
+    for part in parts:
+        mixed = (mixed ^ (part & _MASK)) * 0x9E3779B97F4A7C15 & _MASK
+        mixed ^= mixed >> 32
+    return mixed >> 1
+
+
+_MASK = (1 << 64) - 1

@@ -1,0 +1,265 @@
+"""What becomes of what a lossy codec could not say: kept, by parameter name, and sent with a later step.
+
+[Note: one residual a value] A rank encodes its values for the shards of others, and the sum for its own shard; its own
+values of its own shard it need not encode at all. So every value has one residual on each rank: of what this rank
+gave, or, in its own shard, of what it answered to all. Both are shares of a mean that nobody got yet: they may be
+added up, and moved between ranks.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradsync.bucket import Slot
+from gradsync.codecs.base import Payload, Residual
+from gradsync.codecs.sparse import Sparse
+from gradsync.reducers.shards import Piece
+
+Kept = dict[str, dict[str, Tensor]]  # kind ("residuals"), then parameter name; flat, as values lie in the bucket
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One piece's values on their way: what they are multiplied by, and what is random about them."""
+
+    piece: Piece
+    x: Tensor
+    gain: float  # makes x this rank's share of the mean, in unscaled units
+    out: Tensor
+    out_gain: float  # back to the loss scale
+    key: int
+    may_undo: bool  # a GradScaler may find that the step did not count
+    share: float  # this rank's part of all weight
+    world_size: int
+
+
+class Memory:
+    """Tensors by parameter name that change with every step, or do not if the step did not count.
+
+    Where a step may be undone each has a second copy: what is written during the step; ``end_step`` keeps one of them.
+    """
+
+    def __init__(self) -> None:
+        self.now: dict[str, Tensor] = {}
+        self._next: dict[str, Tensor] = {}
+
+    def of(self, turn: Turn) -> Residual | None:
+        """This piece's part; None for the flags, which lose nothing."""
+        piece, slot = turn.piece, turn.piece.slot
+        if slot is None:
+            return None
+        now = _entry(self.now, slot)
+        after = _entry(self._next, slot) if turn.may_undo else now
+        return Residual(now[piece.first : piece.end], after[piece.first : piece.end])
+
+    def writable(self, turn: Turn) -> Tensor:
+        """This piece's part to be changed in place."""
+        part = self.of(turn)
+        assert part is not None, "the flags have no memory"
+        if part.after.data_ptr() != part.before.data_ptr():
+            part.after.copy_(part.before)
+        return part.after
+
+    def clear(self) -> None:
+        self.now, self._next = {}, {}
+
+    def end_step(self, *, finite: bool) -> None:
+        if finite and self._next:
+            self.now, self._next = {**self.now, **self._next}, self.now
+
+
+def worked_in(dtype: torch.dtype) -> torch.dtype:
+    """What is left of a value of 16 bits may be too small for 16 bits: it is encoded, and kept, in 32."""
+    return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+def _entry(tensors: dict[str, Tensor], slot: Slot) -> Tensor:
+    known = tensors.get(slot.name)
+    if known is None:
+        flat = slot.flat
+        known = tensors[slot.name] = torch.zeros(flat.numel(), dtype=worked_in(flat.dtype), device=flat.device)
+    return known
+
+
+class Feedback(abc.ABC):
+    """How a rank encodes what it gives and what it answers, and what it remembers of it."""
+
+    def __init__(self) -> None:
+        self.memories: dict[str, Memory] = {}  # by kind; a rank's own, and their sum over the ranks is what counts
+        self.shared: dict[str, Memory] = {}  # the same on all ranks
+
+    @abc.abstractmethod
+    def give(self, turn: Turn, payload: Payload) -> None:
+        """Encode this rank's values for a shard of another rank (or for a sum)."""
+
+    @abc.abstractmethod
+    def answer(self, turn: Turn, received: Sequence[Payload], payload: Payload) -> bool:
+        """In this rank's own shard: sum what was given, encode the sum, and write to ``out`` what that says."""
+
+    def take(self, turn: Turn, payload: Payload) -> bool:
+        """Write to ``out`` what the owner of a shard answered."""
+        return turn.piece.codec.decode(payload, turn.out, gain=turn.out_gain, key=turn.key)
+
+    def take_sum(self, turn: Turn, payloads: Sequence[Payload]) -> bool:
+        """Write to ``out`` the sum of what all ranks gave, in rank order."""
+        return turn.piece.codec.decode_sum(payloads, turn.out, gain=turn.out_gain, key=turn.key)
+
+    def end_step(self, *, finite: bool) -> None:
+        """Keep what this step has changed, or forget it."""
+        for memory in (*self.memories.values(), *self.shared.values()):
+            memory.end_step(finite=finite)
+
+    def on_new_plan(self) -> None:  # noqa: B027 - a residual is where it is needed whatever the plan
+        """Parameters, or parts of them, may belong to other shards from now on."""
+
+
+class NoFeedback(Feedback):
+    """What was not said is lost: for codecs that are right on average, or to see what feedback is worth."""
+
+    def give(self, turn: Turn, payload: Payload) -> None:
+        turn.piece.codec.encode(turn.x, payload, gain=turn.gain, key=turn.key)
+
+    def answer(self, turn: Turn, received: Sequence[Payload], payload: Payload) -> bool:
+        return turn.piece.codec.merge(
+            turn.x, received, payload, gain=turn.gain, key=turn.key, out=turn.out, out_gain=turn.out_gain
+        )
+
+
+class ErrorFeedback(Feedback):
+    """The classic: what was not said is added to the next step's values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._residuals = self.memories["residuals"] = Memory()
+
+    def give(self, turn: Turn, payload: Payload) -> None:
+        turn.piece.codec.encode(turn.x, payload, gain=turn.gain, residual=self._residuals.of(turn), key=turn.key)
+
+    def answer(self, turn: Turn, received: Sequence[Payload], payload: Payload) -> bool:
+        return turn.piece.codec.merge(
+            turn.x,
+            received,
+            payload,
+            gain=turn.gain,
+            residual=self._residuals.of(turn),
+            key=turn.key,
+            out=turn.out,
+            out_gain=turn.out_gain,
+        )
+
+
+class Ef21(Feedback):
+    """EF21: every rank keeps an estimate of its gradient, and sends the codec's word for how far that is off.
+
+    Of a shard its owner keeps the sum of the others' estimates; of the result all ranks keep one estimate. Nothing is
+    ever owed, so with another plan the estimates begin anew at zero.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._given = self.memories["estimates"] = Memory()
+        self._result = self.shared["results"] = Memory()
+
+    def give(self, turn: Turn, payload: Payload) -> None:
+        codec = turn.piece.codec
+        if turn.piece.slot is None:
+            codec.encode(turn.x, payload, gain=turn.gain)
+            return
+        estimate = self._given.writable(turn)
+        codec.encode(_off(turn, estimate), payload, key=turn.key)
+        codec.decode(payload, estimate, add=True, key=turn.key)
+
+    def answer(self, turn: Turn, received: Sequence[Payload], payload: Payload) -> bool:
+        codec = turn.piece.codec
+        if turn.piece.slot is None:
+            return codec.merge(turn.x, received, payload, gain=turn.gain, out=turn.out, out_gain=turn.out_gain)
+        others = self._given.writable(turn)
+        for other in received:
+            codec.decode(other, others, add=True, key=turn.key)
+        result = self._result.of(turn)
+        assert result is not None
+        codec.encode(_off(turn, result.before).add_(others), payload, key=turn.key)
+        return self.take(turn, payload)
+
+    def take(self, turn: Turn, payload: Payload) -> bool:
+        if turn.piece.slot is None:
+            return super().take(turn, payload)
+        result = self._result.writable(turn)
+        finite = turn.piece.codec.decode(payload, result, add=True, key=turn.key)
+        torch.mul(result, turn.out_gain, out=turn.out)
+        return finite
+
+    def take_sum(self, turn: Turn, payloads: Sequence[Payload]) -> bool:
+        if turn.piece.slot is None:
+            return super().take_sum(turn, payloads)
+        result, codec = self._result.writable(turn), turn.piece.codec
+        finite = True
+        for payload in payloads:
+            finite = codec.decode(payload, result, add=True, key=turn.key) and finite
+        torch.mul(result, turn.out_gain, out=turn.out)
+        return finite
+
+    def on_new_plan(self) -> None:
+        for memory in (self._given, self._result):
+            memory.clear()
+
+
+def _off(turn: Turn, estimate: Tensor) -> Tensor:
+    return torch.sub(turn.x * turn.gain, estimate)
+
+
+class MomentumCorrection(Feedback):
+    """Deep Gradient Compression: momentum is gathered before the selection, and forgotten where a value was sent.
+
+    ``velocity = momentum * velocity + gradient``; the velocity is what is fed back. The optimizer then must have no
+    momentum of its own. What is sent whole keeps its velocity: that is plain momentum.
+    """
+
+    def __init__(self, *, momentum: float, clip_norm: float | None) -> None:
+        super().__init__()
+        self._momentum = momentum
+        self._clip_norm = clip_norm
+        self._residuals = self.memories["residuals"] = Memory()
+        self._velocities = self.memories["velocities"] = Memory()
+
+    def give(self, turn: Turn, payload: Payload) -> None:
+        codec = turn.piece.codec
+        if turn.piece.slot is None:
+            codec.encode(turn.x, payload, gain=turn.gain)
+            return
+        velocity = self._gather(turn)
+        codec.encode(velocity, payload, residual=self._residuals.of(turn), key=turn.key)
+        if isinstance(codec, Sparse):
+            codec.erase(payload, velocity, key=turn.key)
+
+    def answer(self, turn: Turn, received: Sequence[Payload], payload: Payload) -> bool:
+        codec = turn.piece.codec
+        if turn.piece.slot is None:
+            return codec.merge(turn.x, received, payload, gain=turn.gain, out=turn.out, out_gain=turn.out_gain)
+        velocity = self._gather(turn)
+        residual = self._residuals.of(turn)
+        finite = codec.merge(
+            velocity, received, payload, residual=residual, key=turn.key, out=turn.out, out_gain=turn.out_gain
+        )
+        if isinstance(codec, Sparse):
+            codec.erase(payload, velocity, key=turn.key)
+        return finite
+
+    def _gather(self, turn: Turn) -> Tensor:
+        """The velocity with this step's gradient in it."""
+        gain = turn.gain
+        if self._clip_norm is not None:
+            assert turn.piece.slot is not None
+            norm = float(torch.linalg.vector_norm(turn.piece.slot.source)) * turn.gain
+            limit = self._clip_norm * turn.share / math.sqrt(turn.world_size)
+            gain *= min(1.0, limit / norm) if norm > 0 else 1.0
+        return self._velocities.writable(turn).mul_(self._momentum).add_(turn.x, alpha=gain)
+
+
+FEEDBACKS: dict[str, Callable[[], Feedback]] = {"ef": ErrorFeedback, "ef21": Ef21, "none": NoFeedback}

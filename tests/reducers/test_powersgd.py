@@ -1,0 +1,548 @@
+"""PowerSGD: what two thin factors say, what they leave out, and that nothing of it is lost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from gradsync.bucket import BucketPlan, plan_buckets
+from gradsync.comm import Communicator, run_ranks
+from gradsync.comm.base import Solo, Work
+from gradsync.reducers import Driver
+from gradsync.reducers.lowrank import Compiled, Eager, Frame, Layout, Maths, maths_for, matrix_of
+from gradsync.reducers.powersgd import PowerSGD
+
+# Two equal shapes, one that is a matrix only by its memory, some that go whole.
+SHAPES: dict[str, tuple[int, ...]] = {
+    "a": (24, 30),
+    "bias": (30,),
+    "b": (24, 30),
+    "conv": (20, 8, 3, 3),
+    "few": (5, 4),
+    "none": (0,),
+    "one": (),
+    "tall": (70, 17),
+}
+BOTH = pytest.mark.parametrize("alternating", [False, True], ids=["twice", "by turns"])
+
+
+class Run:
+    """One rank's parameters, buckets and reducer, driven as a strategy drives them."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        reducer: PowerSGD,
+        *,
+        dtype: torch.dtype = torch.float32,
+        cap_bytes: int = 9000,
+        shapes: dict[str, tuple[int, ...]] = SHAPES,
+    ) -> None:
+        self.comm, self.reducer = comm, reducer
+        self.params = {name: Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in shapes.items()}
+        if "conv" in self.params:
+            conv = torch.zeros(SHAPES["conv"], dtype=dtype).to(memory_format=torch.channels_last)
+            self.params["conv"] = Parameter(conv)
+        self.rebuild(cap_bytes)
+
+    def rebuild(self, cap_bytes: int) -> None:
+        self.plan = BucketPlan(plan_buckets(list(self.params.items()), cap_bytes=cap_bytes), [], self.params, self.comm)
+        self.reducer.attach(self.plan, self.comm)
+
+    def step(
+        self,
+        grads: dict[str, Tensor],
+        *,
+        factor: float | None = None,
+        lend: bool = False,
+        loss_scale: float = 1.0,
+        finite: bool | None = None,
+    ) -> dict[str, Tensor]:
+        """Reduce; returns the means of the parameters that any rank had a gradient for."""
+        for name, param in self.params.items():
+            param.grad = torch.empty_like(param).copy_(grads[name]) if name in grads else None
+        driver = Driver(self.reducer, self.comm, len(self.plan.buckets))
+        for bucket in self.plan.buckets:
+            bucket.open()
+            bucket.loss_scale = loss_scale
+            if lend:
+                lent = [slot.lend() for slot in bucket.slots if slot.param.grad is not None]
+                assert any(lent)
+            bucket.seal(1.0 / self.comm.world_size if factor is None else factor)
+            driver.add(bucket)
+        driver.drain()
+        for bucket in self.plan.buckets:
+            bucket.unseal()
+        self.spoilt = list(self.reducer.nonfinite)
+        self.reducer.end_step(finite=not self.spoilt if finite is None else finite)
+        return {name: param.grad.clone() for name, param in self.params.items() if param.grad is not None}
+
+    def residuals(self) -> dict[str, Tensor]:
+        residuals: dict[str, Tensor] = self.reducer.state_dict()["own"]["residuals"]
+        return residuals
+
+
+def random_grads(seed: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def grads_of(comm: Communicator, step: int) -> dict[str, Tensor]:
+    return random_grads(1000 * step + comm.rank)
+
+
+def assert_same_bits(ranks: list[Any]) -> None:
+    for other in ranks[1:]:
+        assert other.keys() == ranks[0].keys()
+        assert all(torch.equal(other[name], ranks[0][name]) for name in other)
+
+
+def mean_of(world: int, step: int, name: str) -> Tensor:
+    return torch.stack([random_grads(1000 * step + rank)[name].double() for rank in range(world)]).mean(0)
+
+
+# -- what comes out ---------------------------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_replicas_are_bitwise_equal_and_vectors_exact(world: int, dtype: torch.dtype, alternating: bool) -> None:
+    def run(comm: Communicator) -> dict[str, Tensor]:
+        ranks = Run(comm, PowerSGD(rank=3, alternating=alternating), dtype=dtype)
+        return {f"{step} {name}": g for step in range(3) for name, g in ranks.step(grads_of(comm, step)).items()}
+
+    ranks = run_ranks(world, run)
+    assert_same_bits(ranks)
+    eps = torch.finfo(dtype).eps
+    for name in ("bias", "few", "one", "none"):
+        mean = mean_of(world, 2, name)
+        assert torch.allclose(ranks[0][f"2 {name}"].double(), mean, rtol=4 * eps, atol=4 * eps)
+    assert (ranks[0]["2 a"].double() - mean_of(world, 2, "a")).norm() > 0.1, "rank 3 can't say it all"
+
+
+@BOTH
+def test_gradients_of_low_rank_come_out_whole(alternating: bool) -> None:
+    """All ranks' columns lie in one plane, which factors of 4 columns hold: once it is found, nothing is left out."""
+
+    def run(comm: Communicator) -> list[dict[str, Tensor]]:
+        run = Run(comm, PowerSGD(rank=4, alternating=alternating), dtype=torch.float64, shapes={"w": (40, 50)})
+        common = torch.Generator().manual_seed(0)
+        left, right = torch.randn(40, 2, generator=common).double(), torch.randn(2, 50, generator=common).double()
+        told = []
+        for step in range(4):
+            own = (
+                left
+                @ torch.randn(2, 2, generator=torch.Generator().manual_seed(step * 10 + comm.rank)).double()
+                @ right
+            )
+            told.append({"mean": run.step({"w": own})["w"], "own": own, "owed": run.residuals()["w"]})
+        return told
+
+    ranks = run_ranks(2, run)
+    # By turns, what is fixed in one step (the columns' plane was not known yet) is made good in the next.
+    for span in ((0, 1), (2, 3)) if alternating else ((0,), (1,), (2,), (3,)):
+        mean = sum(ranks[0][step]["mean"] for step in span)
+        given = sum(rank[step]["own"] / 2 for rank in ranks for step in span)
+        assert torch.allclose(torch.as_tensor(mean), torch.as_tensor(given), atol=1e-11)
+        assert all(rank[span[-1]]["owed"].abs().max() < 1e-11 for rank in ranks)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_what_is_left_out_is_kept(dtype: torch.dtype, alternating: bool) -> None:
+    """Over all steps: the sum of the means, and what the ranks still owe, is the sum of what they gave."""
+
+    def run(comm: Communicator) -> list[dict[str, Tensor]]:
+        run = Run(comm, PowerSGD(rank=2, alternating=alternating), dtype=dtype)
+        means = [run.step(grads_of(comm, step), factor=(0.25, 0.75)[comm.rank]) for step in range(5)]
+        return [{name: sum(mean[name].double() for mean in means) for name in SHAPES}, run.residuals()]  # type: ignore[misc]
+
+    ranks = run_ranks(2, run)
+    tolerance = 20 * torch.finfo(dtype).eps
+    for name in ("a", "b", "conv", "tall"):
+        given = sum(
+            factor * random_grads(1000 * step + rank)[name].to(dtype).double()
+            for step in range(5)
+            for rank, factor in enumerate((0.25, 0.75))
+        )
+        owed = sum(rank[1][name].double() for rank in ranks)
+        assert owed.norm() > 0.1
+        assert torch.allclose(ranks[0][0][name] + owed, given, rtol=0, atol=tolerance), name
+
+
+def test_without_feedback_nothing_is_owed() -> None:
+    def run(comm: Communicator) -> dict[str, Tensor]:
+        run = Run(comm, PowerSGD(rank=2, feedback=False))
+        for _ in range(3):
+            mean = run.step(grads_of(comm, 0))
+        assert run.residuals() == {}
+        return mean
+
+    mean = run_ranks(2, run)[0]["tall"].double()
+    assert torch.linalg.matrix_rank(mean, rtol=1e-5) == 2
+    assert torch.linalg.matrix_norm(mean, 2) <= torch.linalg.matrix_norm(mean_of(2, 0, "tall"), 2) * 1.0001
+
+
+def test_a_rank_without_data_still_sends_what_it_owes() -> None:
+    """Rank 1 gives NaN at weight zero from the second step on: it counts as nothing, and its debt goes down to none."""
+
+    def run(comm: Communicator) -> tuple[dict[str, Tensor], float]:
+        run = Run(comm, PowerSGD(rank=4))
+        run.step(grads_of(comm, 0))
+        before = run.residuals()["a"].norm()
+        nothing = {name: torch.full(shape, math.nan) for name, shape in SHAPES.items()}
+        zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        for _ in range(15):
+            mean = run.step(nothing if comm.rank else zeros, factor=float(comm.rank == 0), lend=True)
+        return mean, float(run.residuals()["a"].norm() / before)
+
+    ranks = run_ranks(2, run)
+    assert all(bool(mean["a"].isfinite().all()) for mean, _ in ranks)
+    assert ranks[1][1] < 1e-2
+
+
+def test_lent_gradients_give_the_bits_of_collected_ones() -> None:
+    def run(comm: Communicator, lend: bool) -> dict[str, Tensor]:
+        run = Run(comm, PowerSGD(rank=3))
+        return [run.step(grads_of(comm, step), lend=lend) for step in range(3)][-1]
+
+    lent, collected = run_ranks(2, lambda comm: run(comm, True)), run_ranks(2, lambda comm: run(comm, False))
+    assert_same_bits([*lent, *collected])
+
+
+def test_unused_parameters_have_no_gradient_and_keep_their_state() -> None:
+    def run(comm: Communicator) -> None:
+        run = Run(comm, PowerSGD(rank=4))
+        run.step(grads_of(comm, 0))
+        for _ in range(40):  # what is owed goes out even without a gradient
+            got = run.step({"a": random_grads(comm.rank)["a"]} if comm.rank == 0 else {})
+        assert set(got) == {"a"}
+        assert run.residuals()["b"].norm() < 1e-3
+        factor = run.reducer.state_dict()["shared"]["right"]["b"]
+        assert torch.allclose(factor @ factor.T, torch.eye(4), atol=1e-5)
+
+    run_ranks(2, run)
+
+
+def test_it_trains() -> None:
+    """A quadratic whose ranks want different things: with feedback their mean is found."""
+
+    def run(comm: Communicator, reducer: PowerSGD) -> float:
+        run = Run(comm, reducer, dtype=torch.float64, shapes={"w": (30, 40), "v": (7,)})
+        generator = torch.Generator().manual_seed(comm.rank)
+        wishes = {name: torch.randn(p.shape, generator=generator).double() for name, p in run.params.items()}
+        for _ in range(200):
+            means = run.step({name: p.detach() - wishes[name] for name, p in run.params.items()})
+            with torch.no_grad():
+                for name, param in run.params.items():
+                    param.sub_(means[name], alpha=0.03)
+        target = wishes["w"].clone()
+        comm.all_reduce(target).wait()
+        return float((run.params["w"].detach() - target / comm.world_size).norm() / target.norm())
+
+    assert max(run_ranks(2, lambda comm: run(comm, PowerSGD(rank=2)))) < 1e-3
+    assert max(run_ranks(2, lambda comm: run(comm, PowerSGD(rank=2, alternating=True)))) < 1e-3
+    assert min(run_ranks(2, lambda comm: run(comm, PowerSGD(rank=2, feedback=False)))) > 0.05
+
+
+# -- NaN, inf and a GradScaler ----------------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_nan_and_inf_come_out_named_and_leave_the_state_as_it_was(
+    value: float, dtype: torch.dtype, alternating: bool
+) -> None:
+    def run(comm: Communicator) -> None:
+        run = Run(comm, PowerSGD(rank=3, alternating=alternating), dtype=dtype)
+        for step in range(3):
+            run.step(grads_of(comm, step))
+        before = run.reducer.state_dict()
+        for name in ("a", "conv", "bias"):
+            grads = grads_of(comm, 3)
+            if comm.rank == 1:
+                grads[name].view(-1)[7] = value
+            got = run.step(grads)
+            assert run.spoilt == [name]
+            assert not got[name].isfinite().all()
+            assert all(bool(got[other].isfinite().all()) for other in SHAPES if other != name)
+            after = run.reducer.state_dict()
+            assert after["steps"] == before["steps"] == 3
+            assert_same_bits([before["own"]["residuals"], after["own"]["residuals"]])
+            assert_same_bits([before["shared"]["right"], after["shared"]["right"]])
+            assert_same_bits([before["shared"]["left"], after["shared"]["left"]])
+        run.step(grads_of(comm, 3))
+        assert run.spoilt == []
+        assert run.reducer.nonfinite == []
+        assert not torch.equal(run.residuals()["a"], before["own"]["residuals"]["a"])
+
+    run_ranks(2, run)
+
+
+@BOTH
+def test_residuals_are_in_unscaled_units(alternating: bool) -> None:
+    def run(comm: Communicator, scales: tuple[float, ...]) -> dict[str, Tensor]:
+        run = Run(comm, PowerSGD(rank=3, alternating=alternating))
+        for step, scale in enumerate(scales):
+            grads = {name: grad * scale for name, grad in grads_of(comm, step).items()}
+            got = {name: mean / scale for name, mean in run.step(grads, loss_scale=scale).items()}
+        return {**got, "owed": run.residuals()["conv"]}
+
+    plain, scaled = (run_ranks(2, lambda comm, s=s: run(comm, s)) for s in ((1.0, 1.0, 1.0), (1024.0, 512.0, 0.25)))
+    assert_same_bits([plain[0], scaled[0]])
+
+
+# -- state ------------------------------------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stop", [0, 3, 4])
+def test_stopped_and_resumed_it_is_bit_for_bit_the_run_that_never_stopped(
+    stop: int, dtype: torch.dtype, alternating: bool
+) -> None:
+    def run(comm: Communicator) -> None:
+        whole, first = (Run(comm, PowerSGD(rank=3, alternating=alternating), dtype=dtype) for _ in range(2))
+        for step in range(stop):
+            whole.step(grads_of(comm, step))
+            first.step(grads_of(comm, step))
+        reducer = PowerSGD(rank=3, alternating=alternating)
+        reducer.load_state_dict(first.reducer.state_dict())  # before it has met a parameter
+        second = Run(comm, reducer, dtype=dtype)
+        third = Run(comm, PowerSGD(rank=3, alternating=alternating), dtype=dtype)
+        third.step(grads_of(comm, 99))
+        third.reducer.load_state_dict(second.reducer.state_dict())  # and after
+        for step in range(stop, stop + 3):
+            outcomes = [each.step(grads_of(comm, step)) for each in (whole, second, third)]
+            assert_same_bits(outcomes)
+            assert_same_bits([each.residuals() for each in (whole, second, third)])
+
+    run_ranks(2, run)
+
+
+@BOTH
+def test_state_follows_the_parameters_into_another_plan(alternating: bool) -> None:
+    """The compiled sums do not depend on where a matrix lies, so even the bits are those of the old plan."""
+
+    def run(comm: Communicator) -> None:
+        moved, stayed = (Run(comm, PowerSGD(rank=3, alternating=alternating)) for _ in range(2))
+        for step in range(6):
+            if step == 3:
+                assert len(moved.plan.buckets) > 1
+                moved.rebuild(10**6)
+                assert len(moved.plan.buckets) == 1
+            if step == 4:
+                moved.rebuild(2000)
+            assert_same_bits([run.step(grads_of(comm, step)) for run in (moved, stayed)])
+            assert_same_bits([run.residuals() for run in (moved, stayed)])
+
+    run_ranks(2, run)
+
+
+def test_factors_do_not_depend_on_who_else_is_there() -> None:
+    def run(comm: Communicator) -> list[Tensor]:
+        alone, among = Run(comm, PowerSGD(), shapes={"b": SHAPES["b"]}), Run(comm, PowerSGD(), cap_bytes=10**6)
+        return [each.step(grads_of(comm, 0))["b"] for each in (alone, among)]
+
+    first, second = run_ranks(2, run)[0]
+    assert torch.equal(first, second)
+
+
+def test_what_is_owed_of_a_parameter_that_now_goes_whole_is_sent_with_it() -> None:
+    def run(comm: Communicator) -> None:
+        run = Run(comm, PowerSGD(rank=3))
+        run.step(grads_of(comm, 0))
+        owed = run.residuals()["a"].clone()
+        whole = Run(comm, PowerSGD(rank=3, min_compression=100.0))
+        state = run.reducer.state_dict()
+        whole.reducer.load_state_dict(state)
+        spoilt = grads_of(comm, 1)
+        spoilt["b"][0, 0] = math.nan
+        whole.step(spoilt)  # does not count
+        got = whole.step(grads_of(comm, 1))["a"]
+        comm.all_reduce(owed).wait()
+        assert torch.allclose(got.double(), mean_of(2, 1, "a") + owed.double(), atol=1e-6)
+        assert whole.residuals() == {}
+        assert torch.allclose(whole.step(grads_of(comm, 2))["a"].double(), mean_of(2, 2, "a"), atol=1e-6)
+
+    run_ranks(2, run)
+
+
+def test_states_that_do_not_fit_are_refused() -> None:
+    def run(comm: Communicator) -> None:
+        run = Run(comm, PowerSGD(rank=3))
+        run.step(grads_of(comm, 0))
+        state = run.reducer.state_dict()
+        other = Run(comm, PowerSGD(rank=2))
+        other.reducer.load_state_dict(state)
+        with pytest.raises(ValueError, match=r"must have shape \(2, .*got \(3, "):
+            other.step(grads_of(comm, 1))
+        with pytest.raises(ValueError, match="another reducer"):
+            run.reducer.load_state_dict({"a": torch.ones(1)})
+        with pytest.raises(ValueError, match="another reducer"):
+            run.reducer.load_state_dict({**state, "own": {"estimates": {}}})
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("bad", [{"rank": 0}, {"min_compression": 0.5}, {"start_step": -1}])
+def test_settings_that_make_no_sense_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"got {next(iter(bad))}="):
+        PowerSGD(**bad)
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("start_step", [0, 10])
+def test_bytes_are_those_of_the_collectives(start_step: int, alternating: bool) -> None:
+    def run(comm: Communicator) -> tuple[int, int]:
+        run = Run(comm, PowerSGD(rank=2, alternating=alternating, start_step=start_step), dtype=torch.bfloat16)
+        carried, said, all_reduce = [], 0, comm.all_reduce
+
+        def counted(tensor: Tensor) -> Work:
+            carried.append(tensor.nbytes)
+            return all_reduce(tensor)
+
+        comm.all_reduce = counted  # type: ignore[method-assign, assignment]
+        for step in range(2):
+            said += sum(run.reducer.bytes_sent(bucket, 2) for bucket in run.plan.buckets)
+            run.step(grads_of(comm, step))
+        assert said == sum(carried)  # of two ranks each sends as much as there is
+        return said, 2 * run.plan.num_bytes
+
+    for said, whole in run_ranks(2, run):
+        assert said == whole if start_step else said < whole
+
+
+# -- the maths --------------------------------------------------------------------------------------------------------
+
+
+def a_layout(rank: int, dtype: torch.dtype) -> Layout:
+    run = Run(Solo(), PowerSGD(rank=rank), dtype=dtype, cap_bytes=10**6)
+    return Layout(run.plan.buckets[0], rank, 1.0)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4, 5, 8])
+@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
+def test_compiled_and_eager_maths_agree(rank: int, dtype: torch.dtype) -> None:
+    layout = a_layout(rank, dtype)
+    assert isinstance(maths_for(layout, 0), Compiled)
+    outcomes = []
+    for maths in (Compiled(layout, 0), Eager(layout, 0)):
+        generator = torch.Generator().manual_seed(0)
+
+        def random(numel: int, generator: torch.Generator = generator) -> Tensor:
+            return torch.randn(numel, dtype=dtype, generator=generator)
+
+        frame = Frame(random(layout.numel), random(layout.left_numel), random(layout.right_numel))
+        for matrix in layout.matrices:
+            matrix.slot.flat.copy_(random(matrix.numel))
+        buffer = layout.matrices[0].slot.bucket.buffer
+        left, right = random(layout.left_numel), random(layout.right_numel)
+        made: list[Tensor] = [torch.zeros_like(frame.matrices) for _ in range(2)]
+        lefts = [torch.zeros_like(left) for _ in range(2)]
+        rights = [torch.zeros_like(right) for _ in range(4)]
+        maths.gather_left(frame, right, after=made[0], out=lefts[0], gain=0.5)
+        maths.gather_right(frame, left, after=made[1], out=rights[0], gain=0.5)
+        maths.project_right(made[1], left, out=rights[1])
+        maths.orthonormalize(lefts[0], [m.rows for m in layout.matrices], out=lefts[1])
+        maths.orthonormalize(rights[0], [m.cols for m in layout.matrices], out=rights[2], keep=right)
+        rights[3].copy_(right)
+        maths.orthonormalize(torch.zeros_like(right), [m.cols for m in layout.matrices], out=rights[3], keep=right)
+        assert torch.equal(rights[3], right)
+        owed = maths.residuals(frame)
+        maths.expand(left, right, buffer=buffer, gain=2.0)
+        outcomes.append([*made, *lefts, *rights, owed, buffer.clone()])
+    tolerance = 1e4 * torch.finfo(dtype).eps
+    for one, other in zip(*outcomes, strict=True):
+        assert one.abs().sum() > 0
+        assert torch.allclose(one, other, rtol=tolerance, atol=tolerance)
+
+
+def factors(rows: list[list[float]], size: int, dtype: torch.dtype) -> Tensor:
+    """Vectors that begin with these values and go on with zeros."""
+    vectors = torch.zeros(len(rows), size, dtype=dtype)
+    for vector, values in zip(vectors, rows, strict=True):
+        vector[: len(values)] = torch.tensor(values, dtype=dtype)
+    return vectors.view(-1)
+
+
+HARD = {
+    "zeros": [[], [], []],
+    "one vanishes": [[1.0, 2.0], [], [3.0]],
+    "parallel": [[1.0, 2.0, 3.0], [-2.0, -4.0, -6.0], [1.0, 2.0, 3.0]],
+    "nearly parallel": [[1.0, 2.0, 3.0], [1.0, 2.0, 3.000001], [1.0, 2.000001, 3.0]],
+    "huge": [[3e38, 1e38], [1e38, 3e38], [-3e38, 0.0, 3e38]],
+    "denormal": [[1e-44], [0.0, 1e-42], [1e-42, 1e-44, 1e-40]],
+    "far apart": [[3e38, 1e-44], [1e-44, 3e38], [0.0, 0.0, 1.0]],
+}
+
+
+@pytest.mark.parametrize("rows", HARD.values(), ids=HARD.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", [Compiled, Eager])
+def test_factors_are_orthonormal_whatever_they_are_made_of(
+    kind: Callable[[Layout, int], Maths], dtype: torch.dtype, rows: list[list[float]]
+) -> None:
+    if dtype == torch.float64:
+        rows = [[value * abs(value) ** 7 for value in row] for row in rows]  # 1e38 to 1e304
+    maths = kind(a_layout(3, dtype), 0)
+    vectors = factors(rows, 24, dtype)
+    out = torch.zeros_like(vectors)
+    maths.orthonormalize(vectors, [24], out=out)
+    made = out.view(3, 24).double()
+    assert torch.allclose(made @ made.T, torch.eye(3, dtype=torch.float64), atol=4 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("kind", [Compiled, Eager])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("at", [0, 30, 70])
+def test_no_guard_cleans_nan_away(kind: Callable[[Layout, int], Maths], value: float, at: int) -> None:
+    maths = kind(a_layout(3, torch.float32), 0)
+    vectors = torch.randn(72, generator=torch.Generator().manual_seed(0))
+    vectors[at] = value
+    out = torch.zeros_like(vectors)
+    maths.orthonormalize(vectors, [24], out=out, keep=torch.zeros_like(vectors))
+    assert out[at].isnan()
+
+
+def test_a_matrix_is_what_lies_in_memory() -> None:
+    comm = Solo()
+    params = {
+        "plain": Parameter(torch.zeros(6, 2, 3, 3)),
+        "channels last": Parameter(torch.zeros(6, 2, 3, 3).to(memory_format=torch.channels_last)),
+        "transposed": Parameter(torch.zeros(5, 7).T),
+        "within": Parameter(torch.zeros(1, 5, 7)),
+        "vector": Parameter(torch.zeros(9)),
+        "row": Parameter(torch.zeros(1, 9)),
+        "empty": Parameter(torch.zeros(0, 4)),
+        "scalar": Parameter(torch.zeros(())),
+    }
+    plan = BucketPlan([list(params)], [], params, comm)
+    found = {slot.name: (matrix_of(slot).rows, matrix_of(slot).cols) for slot in plan.buckets[0].slots}
+    assert found["plain"] == found["channels last"] == (6, 18)
+    assert found["transposed"] == found["within"] == (5, 7)
+    assert found["vector"] == found["row"] == (1, 9)
+    assert found["scalar"] == (1, 1)
+    assert found["empty"][0] * found["empty"][1] == 0
+
+
+def test_complex_gradients_go_whole() -> None:
+    def run(comm: Communicator) -> Tensor:
+        run = Run(comm, PowerSGD(rank=1), dtype=torch.complex64, shapes={"w": (20, 20)})
+        values = torch.randn(20, 20, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+        got = run.step({"w": values * (1 + comm.rank)})["w"]
+        assert torch.allclose(got, values * 1.5)
+        return got
+
+    assert torch.equal(*run_ranks(2, run))
