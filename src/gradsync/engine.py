@@ -97,6 +97,7 @@ class Engine:
             bucket_bytes=settings.bucket_bytes,
             first_bucket_bytes=settings.first_bucket_bytes,
         )
+        self.strategy.meet(optimizer)
         self._adopt_plan()
         self._hooks.on_gradients(self._params.items(), Engine._on_gradient)
         if settings.accumulate > 1:

@@ -13,7 +13,10 @@ from gradsync import spec
 from gradsync.comm import Communicator, run_ranks
 from tests.ranks import run_processes
 
-STRATEGIES = [name for name in spec.names("strategy") if not name.startswith("test_")]
+SETTINGS = {"onebit_adam": "onebit_adam(warmup_steps=6, codec=int8)"}  # where a short run needs others
+CODECS = ["allreduce(codec=int8)", "allreduce(reducer=compressed(codec=topk(density=0.3), min_numel=8))"]
+NAMES = [name for name in spec.names("strategy") if not name.startswith("test_")]
+STRATEGIES = [SETTINGS.get(name, name) for name in NAMES] + CODECS
 
 
 def train(comm: Communicator, strategy: str, steps: int, state: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -23,7 +26,9 @@ def train(comm: Communicator, strategy: str, steps: int, state: dict[str, Any] |
     with torch.no_grad():
         for param in model.parameters():
             param.copy_(0.4 * torch.randn(param.shape, generator=seeded))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if "adam" in strategy:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     if state is not None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])

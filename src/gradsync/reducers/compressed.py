@@ -254,6 +254,8 @@ class Compressed(Reducer):
         return super().redistribute(states, rank, world_size)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if set(state) != {"steps", "own", "shared"}:
+            raise ValueError(f"expected the state of a compressed reducer; got {sorted(state)}.")
         self._steps = int(state["steps"])
         for key, memories in (("own", self._feedback.memories), ("shared", self._feedback.shared)):
             if set(state[key]) != set(memories):

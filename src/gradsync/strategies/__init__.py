@@ -7,8 +7,9 @@ import logging
 from gradsync import spec
 from gradsync.strategies.allreduce import AllReduce
 from gradsync.strategies.base import Strategy, Verdict
+from gradsync.strategies.onebit_adam import OneBitAdam
 
-__all__ = ["AllReduce", "Strategy", "Verdict", "override_strategy", "resolve_strategy"]
+__all__ = ["AllReduce", "OneBitAdam", "Strategy", "Verdict", "override_strategy", "resolve_strategy"]
 
 log = logging.getLogger("gradsync")
 

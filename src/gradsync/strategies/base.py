@@ -7,6 +7,8 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from gradsync import spec
 from gradsync.bucket import BUCKET_BYTES, Bucket, BucketPlan, SparseSlot
 from gradsync.comm.base import Communicator
@@ -47,6 +49,9 @@ class Strategy(abc.ABC):
         """Take the plan (again after it has changed) and a communicator of one's own."""
         self.plan = plan
         self.comm = comm
+
+    def meet(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most leave the step to it
+        """See the optimizer whose step it may take over (``DONE_ELSEWHERE``); refuse one that it can't."""
 
     @abc.abstractmethod
     def open(self, header: Header) -> None:

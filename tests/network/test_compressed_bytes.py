@@ -1,0 +1,77 @@
+"""What a codec sends, by the wire's own count: as much as ``sync.stats()`` says, and as little as the codec promises.
+
+Run as a script this file is one rank, on a host of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import gradsync
+from benchmarks.netlab import INTERFACE, Lab
+
+STEPS = 4
+LAYERS, WIDTH = 4, 1024
+# Each with the least ratio to a plain all-reduce that it promises over the tensors that it compresses.
+PROMISED = {
+    "allreduce": 1.0,
+    "allreduce(codec=fp16)": 1.99,
+    "allreduce(codec=int8)": 3.9,
+    "allreduce(codec=int4)": 7.7,
+    "allreduce(codec=sign)": 30.0,
+    "allreduce(codec=topk(density=0.01))": 45.0,
+    "allreduce(codec=chain(topk(density=0.01), int8))": 100.0,
+    "allreduce(reducer=powersgd(rank=4))": 60.0,
+}
+
+
+def be_rank() -> None:
+    """Train a few steps with each strategy; print what went out through this host's interface, and what was said."""
+    torch.set_num_threads(1)
+    comm = gradsync.connect("c10d", timeout_s=60)
+    counter = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes")
+    seen = {}
+    for text in PROMISED:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with gradsync.synchronize(model, optimizer, text, comm=comm) as sync:
+            for step in range(2 + STEPS):
+                if step == 2:  # after the first the buckets are laid out anew
+                    comm.barrier()
+                    before = int(counter.read_text())
+                    comm.barrier()
+                optimizer.zero_grad()
+                model(torch.randn(2, WIDTH)).square().mean().backward()
+            comm.barrier()
+            sent = (int(counter.read_text()) - before) / STEPS
+            seen[text] = {"counted": sent, "said": sync.stats()["bytes_per_step"]}
+    print(json.dumps(seen))
+
+
+def plain_bytes(world: int) -> float:
+    return 2 * (world - 1) / world * LAYERS * WIDTH * WIDTH * 4
+
+
+@pytest.mark.netns
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_wire_carries_what_stats_say_and_codecs_promise(world: int) -> None:
+    root = str(Path(__file__).parents[2])
+    with Lab(hosts=world) as lab:
+        rank = [sys.executable, __file__]
+        told = lab.run([rank] * world, env={"PYTHONPATH": root}, timeout_s=150, capture=True)
+    for seen in map(json.loads, told):
+        for text, row in seen.items():
+            assert row["counted"] == pytest.approx(row["said"], rel=0.05), f"{text}: {row}"
+            assert plain_bytes(world) / row["said"] >= PROMISED[text] * 0.999, f"{text}: {row}"
+
+
+if __name__ == "__main__":
+    be_rank()
