@@ -69,9 +69,12 @@ class Slot:
         """Leave the gradient where autograd put it, for a reducer that reads it there; say whether that can be."""
         grad = self.param.grad
         assert grad is not None, "there is a gradient to lend"
-        if self.held or grad is self.view or grad.stride() != self.view.stride() or grad.is_complex():
+        if self.held or grad is self.view or grad.is_complex():
             return False
-        if self.view.numel() != self.flat.numel() or not torch.ops.aten.is_non_overlapping_and_dense(grad):
+        if grad.is_contiguous() and self.view.is_contiguous():
+            self.fresh = grad.detach().view(-1)
+            return True
+        if grad.stride() != self.view.stride() or not torch.ops.aten.is_non_overlapping_and_dense(grad):
             return False
         self.fresh = grad.detach().as_strided(self.flat.shape, (1,))
         return True

@@ -18,6 +18,7 @@ from gradsync import spec
 from gradsync.bucket import FIRST_BUCKET_BYTES
 from gradsync.buffers import BufferMode
 from gradsync.comm import Communicator, connect
+from gradsync.comm.objects import broadcast_object
 from gradsync.engine import Engine
 from gradsync.replicas import check_agreement, copy_tensors, describe, plain_name
 from gradsync.scaling import ScalerGuard
@@ -236,6 +237,7 @@ class Synchronizer:
             "world_size": self.world_size,
             "step": engine.step,
             "bucket_bytes": [bucket.num_bytes for bucket in engine.plan.buckets],
+            "codecs": engine.strategy.codecs(),
             "bytes_per_step": engine.strategy.bytes_per_step(),
             "exposed_s": engine.exposed_s,
         }
@@ -265,6 +267,21 @@ class Synchronizer:
             **self._engine.state_dict(),
             "strategy_state": self._engine.strategy.state_dict(),
         }
+
+    def gather_state_dict(self) -> list[dict[str, Any]]:
+        """The ``state_dict`` of every rank, in rank order, on every rank: for one file that holds all. Blocks.
+
+        All ranks call it, between steps. ``load_state_dict`` takes the list, with any number of ranks.
+
+        >>> import gradsync, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> sync = gradsync.synchronize(model, torch.optim.SGD(model.parameters(), lr=0.1), "allreduce(codec=int8)")
+        >>> [state["rank"] for state in sync.gather_state_dict()]
+        [0]
+        >>> sync.close()
+        """
+        own, comm = self.state_dict(), self._engine.comm
+        return [broadcast_object(comm, own if rank == comm.rank else None, rank) for rank in range(comm.world_size)]
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Take back what ``state_dict`` gave, on every rank.
@@ -298,8 +315,7 @@ class Synchronizer:
         if self._engine.strategy.is_own(state["strategy_state"]) and saved != here:
             raise ValueError(
                 f"the state is that of rank {saved[0]} of {saved[1]}, and what its codec still owes is its own; this "
-                f"is rank {here[0]} of {here[1]}. Save on every rank, and load all of it: load_state_dict([...]) with "
-                "the states of all ranks."
+                f"is rank {here[0]} of {here[1]}. Save and load the states of all ranks: sync.gather_state_dict()."
             )
 
     def _check_complete(self, states: Sequence[dict[str, Any]]) -> None:

@@ -328,6 +328,7 @@ def test_patterns_choose_codecs_and_small_ones_go_whole() -> None:
     assert chosen["0.weight"] == chosen["0.bias"] == "sign"
     assert chosen["2.weight"] == chosen["4.weight"] == chosen["3.weight"] == "int8"
     assert chosen["2.bias"] == "dense"
+    assert run_ranks(1, lambda comm: run(comm, AllReduce(reducer=reducer), 0))[0]["stats"]["codecs"] == chosen
     text = spec.render(AllReduce(codec={"0.*": "sign", "*": "int8"}))
     assert text == "allreduce(codec={'0.*': sign, '*': int8})"
     assert spec.render(spec.parse(text)) == text
@@ -365,3 +366,23 @@ def test_what_it_is_made_with_is_checked() -> None:
         AllReduce(codec="int8", reducer="plain")
     with pytest.raises(ValueError, match="feedback of its own"):
         Compressed("dgc", feedback="ef21")
+
+
+def test_one_file_may_hold_the_states_of_all_ranks() -> None:
+    def go(comm: Communicator) -> None:
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with gradsync.synchronize(model, optimizer, strategy_of("sign"), comm=comm) as sync:
+            model(batch_of(comm.rank, 0, torch.float32)).square().mean().backward()
+            own, everyone = sync.state_dict(), sync.gather_state_dict()
+        assert [state["rank"] for state in everyone] == list(range(comm.world_size))
+        mine = everyone[comm.rank]["strategy_state"]["reducer"]["own"]["residuals"]
+        kept = own["strategy_state"]["reducer"]["own"]["residuals"]
+        assert kept.keys() == mine.keys()
+        assert all(torch.equal(kept[name], mine[name]) for name in kept)
+        with gradsync.synchronize(model, optimizer, strategy_of("sign"), comm=comm) as sync:
+            sync.load_state_dict(everyone)
+            again = sync.state_dict()["strategy_state"]["reducer"]["own"]["residuals"]
+        assert all(torch.equal(kept[name], again[name]) for name in kept)
+
+    run_ranks(3, go)

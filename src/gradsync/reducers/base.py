@@ -55,6 +55,10 @@ class Reducer(abc.ABC):
         """What must survive a restart, keyed by parameter name; what is this rank's alone under the key "own"."""
         return {}
 
+    def codecs(self) -> dict[str, str]:
+        """For each parameter the codec that it travels by, as a spec; empty for a reducer that has none."""
+        return {}
+
     def redistribute(self, states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
         """This rank's state, made of those that all ranks of a run with another number of them have saved.
 

@@ -214,6 +214,9 @@ class Compressed(Reducer):
         """What sends values whole; what is added up must be of one dtype."""
         return WHOLE.get(self._sums_as or bucket.buffer.dtype, Dense())
 
+    def codecs(self) -> dict[str, str]:
+        return {name: spec.render(self.rules.codec_of(name, slot.param)) for name, slot in self.slots.items()}
+
     def _wire_of(self, bucket: Bucket, world_size: int) -> _Wire:
         codecs = self._codecs_of(bucket)
         wire = self._wires.get(bucket.index)

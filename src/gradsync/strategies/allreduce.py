@@ -102,6 +102,9 @@ class AllReduce(Strategy):
     def bytes_per_step(self) -> int:
         return sum(self.reducer.bytes_sent(bucket, self.comm.world_size) for bucket in self.plan.buckets)
 
+    def codecs(self) -> dict[str, str]:
+        return self.reducer.codecs()
+
     def state_dict(self) -> dict[str, Any]:
         return {"reducer": self.reducer.state_dict()}
 

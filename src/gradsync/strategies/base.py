@@ -96,6 +96,10 @@ class Strategy(abc.ABC):
         if state:
             raise ValueError(f"{type(self).__name__} keeps no state; got {sorted(state)}. Saved by another strategy?")
 
+    def codecs(self) -> dict[str, str]:
+        """For each parameter the codec that it travels by, as a spec; empty where there is none."""
+        return {}
+
     def redistribute(self, states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
         """This rank's state, made of those that all ranks of a run with another number of them have saved."""
         return states[0]
