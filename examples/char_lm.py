@@ -121,7 +121,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     loader = gradsync.shard(dataset, global_batch_size=args.batch, seed=args.seed, drop_last=True)
 
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "sync": sync, "loader": loader}
-    log: dict[str, Any] = {"world_size": comm.world_size, "batch": args.batch, "losses": [], "step_s": []}
+    log: dict[str, Any] = {"world_size": comm.world_size, "batch": args.batch}
+    log |= {"losses": [], "step_s": [], "sent_bytes": [], "evals": []}
     first_step = 0
     if args.resume:
         saved = torch.load(args.resume)
@@ -142,13 +143,16 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
             log["losses"].append(mean_over_ranks(comm, float(loss.detach()) * len(tokens), len(tokens)))
             log["step_s"].append(time.perf_counter() - start)
+            log["sent_bytes"].append(sync.stats()["bytes_per_step"])
             progress.update(bar, advance=1, description=f"loss {log['losses'][-1]:.3f}")
             if args.eval_every and step % args.eval_every == 0:
-                progress.print(f"step {step}: eval loss {evaluate(model, held_out, comm, args.batch):.4f}")
+                log["evals"].append((step, evaluate(model, held_out, comm, args.batch)))
+                progress.print(f"step {step}: eval loss {log['evals'][-1][1]:.4f}")
             start = time.perf_counter()
         log["eval_loss"] = evaluate(model, held_out, comm, args.batch)
         progress.print(f"step {args.steps}: eval loss {log['eval_loss']:.4f}")
         states = {name: part.state_dict() for name, part in parts.items()}
+        states["sync"] = sync.gather_state_dict()  # with a codec each rank has something of its own to keep
     if comm.rank == 0 and args.checkpoint:
         torch.save({"step": args.steps, **states}, args.checkpoint)
     return log
@@ -171,7 +175,7 @@ def main() -> None:
     )
     parser.add_argument("--checkpoint", type=Path, help="write the whole state here at the end")
     parser.add_argument("--resume", type=Path, help="go on from a checkpoint, to the sample")
-    parser.add_argument("--json", type=Path, help="write losses, eval_loss and the seconds of each step here")
+    parser.add_argument("--json", type=Path, help="write losses, and the seconds and bytes of each step, here")
     args = parser.parse_args()
     log = train(args)
     if args.json and gradsync.connect().rank == 0:

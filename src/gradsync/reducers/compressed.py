@@ -77,6 +77,7 @@ class Compressed(Reducer):
         self._feedback = self._make_feedback()
         self._settle_stages({torch.float32})
         self._wires: dict[int, _Wire] = {}
+        self._chosen: dict[str, Codec] = {}
 
     def _make_feedback(self) -> Feedback:
         sparse = [codec for _, codec in self.rules.patterns if isinstance(codec, Sparse)]
@@ -104,6 +105,7 @@ class Compressed(Reducer):
     def attach(self, plan: BucketPlan, comm: Communicator) -> None:
         super().attach(plan, comm)
         self.rules.check([slot.name for slot in plan.slots()])
+        self._chosen = {name: self.rules.codec_of(name, slot.param) for name, slot in self.slots.items()}
         self._settle_stages({worked_in(bucket.buffer.dtype) for bucket in plan.buckets})
         self._wires = {}
         self._feedback.on_new_plan()
@@ -204,7 +206,7 @@ class Compressed(Reducer):
 
     def _codecs_of(self, bucket: Bucket) -> tuple[Codec, ...]:
         """What each slot is encoded by at this step."""
-        found = [self.rules.codec_of(slot.name, slot.param).at(self._steps) for slot in bucket.slots]
+        found = [self._chosen[slot.name].at(self._steps) for slot in bucket.slots]
         summed, whole = self._sums_as is not None, self._whole(bucket)
         return tuple(
             whole if isinstance(codec, Dense) or (summed and codec.sums_as is None) else codec for codec in found
@@ -215,7 +217,7 @@ class Compressed(Reducer):
         return WHOLE.get(self._sums_as or bucket.buffer.dtype, Dense())
 
     def codecs(self) -> dict[str, str]:
-        return {name: spec.render(self.rules.codec_of(name, slot.param)) for name, slot in self.slots.items()}
+        return {name: spec.render(codec) for name, codec in self._chosen.items()}
 
     def _wire_of(self, bucket: Bucket, world_size: int) -> _Wire:
         codecs = self._codecs_of(bucket)
