@@ -151,6 +151,11 @@ def test_weights_of_another_kind(sizes: list[int], weights: list[float]) -> None
     compare(model_2d(), (3,), sizes, weights=weights)
 
 
+@pytest.fixture(autouse=True)
+def _the_same_models_every_time() -> None:
+    torch.manual_seed(0)
+
+
 @pytest.mark.parametrize("dims", [3, 4, 5])
 @pytest.mark.parametrize(
     "options", [{}, {"affine": False}, {"track_running_stats": False}, {"momentum": None}, {"bias": False, "eps": 0.1}]

@@ -16,8 +16,9 @@ from torch import nn
 import gradsync
 from benchmarks.netlab import INTERFACE, Lab
 
-STEPS = 4
-LAYERS, WIDTH = 4, 1024
+STEPS = 3
+LAYERS, WIDTH = 4, 2048  # enough that headers and acknowledgements are little beside it
+PLAIN_BYTES = LAYERS * WIDTH * WIDTH * 4  # what each of two ranks sends in a plain all-reduce
 # Each with the least ratio to a plain all-reduce that it promises over the tensors that it compresses.
 PROMISED = {
     "allreduce": 1.0,
@@ -36,6 +37,7 @@ def be_rank() -> None:
     torch.set_num_threads(1)
     comm = gradsync.connect("c10d", timeout_s=60)
     counter = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes")
+    data = torch.Generator().manual_seed(comm.rank)
     seen = {}
     for text in PROMISED:
         torch.manual_seed(0)
@@ -48,29 +50,24 @@ def be_rank() -> None:
                     before = int(counter.read_text())
                     comm.barrier()
                 optimizer.zero_grad()
-                model(torch.randn(2, WIDTH)).square().mean().backward()
+                model(torch.randn(2, WIDTH, generator=data)).square().mean().backward()
             comm.barrier()
             sent = (int(counter.read_text()) - before) / STEPS
             seen[text] = {"counted": sent, "said": sync.stats()["bytes_per_step"]}
     print(json.dumps(seen))
 
 
-def plain_bytes(world: int) -> float:
-    return 2 * (world - 1) / world * LAYERS * WIDTH * WIDTH * 4
-
-
 @pytest.mark.netns
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("world", [2, 4])
-def test_the_wire_carries_what_stats_say_and_codecs_promise(world: int) -> None:
+def test_the_wire_carries_what_stats_say_and_codecs_promise() -> None:
     root = str(Path(__file__).parents[2])
-    with Lab(hosts=world) as lab:
+    with Lab(hosts=2) as lab:
         rank = [sys.executable, __file__]
-        told = lab.run([rank] * world, env={"PYTHONPATH": root}, timeout_s=150, capture=True)
+        told = lab.run([rank] * 2, env={"PYTHONPATH": root}, timeout_s=150, capture=True)
     for seen in map(json.loads, told):
         for text, row in seen.items():
             assert row["counted"] == pytest.approx(row["said"], rel=0.05), f"{text}: {row}"
-            assert plain_bytes(world) / row["said"] >= PROMISED[text] * 0.999, f"{text}: {row}"
+            assert PLAIN_BYTES / row["said"] >= PROMISED[text] * 0.999, f"{text}: {row}"
 
 
 if __name__ == "__main__":

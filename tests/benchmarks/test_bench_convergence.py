@@ -1,0 +1,98 @@
+"""bench_convergence: a short run of two workers, and known losses give known verdicts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks.bench_convergence import curves, main, parse, summarize
+
+SPECS = ["allreduce", "allreduce(codec=int8)"]
+SMALL = "--batch 4 --layers 1 --width 64 --heads 2 --context 16"
+
+
+def test_a_short_run_gives_a_table_a_json_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(b"one two three " * 2400)
+    asked = ["--specs", "; ".join(SPECS), "--steps", "3", "--seeds", "5", "--data", str(text)]
+    main([*asked, "--model", SMALL, "--timeout-s", "50", "--output", str(tmp_path)])
+    shown = capsys.readouterr().out
+    for expected in (*SPECS, "+0.00 %", "+0.3 %", "3 steps, 2 workers"):
+        assert expected in shown
+    (written,) = tmp_path.glob("*-convergence.json")
+    report = json.loads(written.read_text())
+    exact, int8 = (report["curves"][spec] for spec in SPECS)
+    assert exact["steps"] == int8["steps"] == [1, 2, 3]
+    assert exact["loss"] != int8["loss"]
+    assert exact["loss"] == pytest.approx(int8["loss"], rel=0.01)
+    assert [len(report["losses"][spec]["5"]) for spec in SPECS] == [3, 3]
+    sent = [report["summary"][spec]["sent_bytes_per_step"] for spec in SPECS]
+    assert 3 < sent[0] / sent[1] < 4
+    texts = [element.text for element in ElementTree.parse(written.with_suffix(".svg")).iter() if element.text]
+    for expected in (*SPECS, "steps", "seconds of training", "MB sent by a worker"):
+        assert expected in texts
+
+
+def _log(loss: float, *, steps: int = 4, sent: int = 100) -> dict[str, Any]:
+    return {
+        "losses": [loss] * steps,
+        "step_s": [0.5] * steps,
+        "sent_bytes": [sent] * steps,
+        "evals": [[2, 2 * loss], [4, loss]],
+        "eval_loss": loss,
+    }
+
+
+@pytest.mark.parametrize(
+    ("losses", "percent", "verdict"),
+    [
+        ([1.0, 2.0, 3.0], 0.0, "met"),
+        ([0.9, 2.0, 3.0], -100 / 60, "met"),
+        ([1.0, 2.0, 3.015], 0.25, "met"),
+        ([1.0, 2.0, 3.03], 0.5, "missed"),
+        ([1.0, 2.0, float("nan")], float("nan"), "missed"),
+    ],
+)
+def test_the_mean_of_the_seeds_decides(losses: list[float], percent: float, verdict: str) -> None:
+    exact = {seed: _log(loss) for seed, loss in enumerate([1.0, 2.0, 3.0])}
+    row = summarize({"allreduce": exact, SPECS[1]: {seed: _log(loss) for seed, loss in enumerate(losses)}})[SPECS[1]]
+    assert row["percent_above_first"] == pytest.approx(percent, nan_ok=True)
+    assert row["verdict"] == verdict
+    assert summarize({"allreduce": exact, "other": exact})["other"]["verdict"] == ""
+
+
+def test_curves_are_means_at_each_evaluation() -> None:
+    assert curves({0: _log(1.0, sent=100), 1: _log(3.0, sent=300)}) == {
+        "steps": [2, 4],
+        "seconds": [1.0, 2.0],
+        "bytes": [400.0, 800.0],
+        "loss": [4.0, 2.0],
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--specs", "allreduce; allreduce(codec=int9)"], "int9"),
+        (["--specs", "allreduce; allreduce"], "--specs must differ"),
+        (["--workers", "1"], "--workers must be 2 or more"),
+        (["--steps", "0"], "--steps must be 1 or more"),
+        (["--seeds", "0,x"], "--seeds must be whole numbers"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(arguments)
+    assert expected in capsys.readouterr().err
+
+
+def test_a_run_that_fails_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"allreduce, seed 0: .*code"):
+        main(["--specs", "allreduce", "--seeds", "0", "--model", "--breadth 3", "--output", str(tmp_path)])
+    assert "unrecognized arguments: --breadth" in capfd.readouterr().err
