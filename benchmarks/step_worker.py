@@ -78,7 +78,9 @@ def _ddp_fp16(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync
 
 
 def _ddp_powersgd(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync.Communicator) -> nn.Module:
-    module = DistributedDataParallel(model)
+    # One bucket: the hook starts collectives from completion callbacks, so with several of them two ranks of Gloo can
+    # start them in different orders. Tried: they abort, now and then.
+    module = DistributedDataParallel(model, bucket_cap_mb=100)
     # It starts after two steps, the least that its authors allow; the untimed ones are more.
     state = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=2)
     module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
