@@ -23,7 +23,7 @@ WORLDS = (2, 3, 4)
 OPTIMIZER_NAMES = ("sgd", "adamw")
 DTYPES = (torch.float64, torch.float32)
 ALL = tuple((optimizer, dtype) for optimizer in OPTIMIZER_NAMES for dtype in DTYPES)
-# Where the cases run: all of them, every second or every fourth, each with one of the four pairs of optimizer and dtype.
+# Where the cases run: all, every second or every fourth, each with one of the four pairs of optimizer and dtype.
 # They take turns, so that every place sees all four pairs, and every case comes at 2, at 3 and at 4 ranks. With `pytest
 # --exhaustive` every case runs everywhere with all four: that takes five minutes more.
 PLACES = {

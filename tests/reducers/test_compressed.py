@@ -165,9 +165,16 @@ def test_ef21_comes_to_the_gradient_of_a_loss_that_stays(codec: str) -> None:
         assert float((ranks[0]["got"][0][name] - value).norm() / value.norm()) < 0.02, name
 
 
-@pytest.mark.parametrize(
-    ("codec", "feedback"), [("int8", "ef"), ("int4(rounding='stochastic')", "ef"), ("sign", "ef21"), ("dgc", "ef")]
-)
+RESUMED = [
+    ("int8", "ef"),
+    ("int4(rounding='stochastic')", "ef"),
+    ("sign", "ef21"),
+    ("dgc", "ef"),
+    ("chain(dgc, int8)", "ef"),
+]
+
+
+@pytest.mark.parametrize(("codec", "feedback"), RESUMED)
 def test_a_resumed_run_is_the_one_that_never_stopped(codec: str, feedback: str) -> None:
     def go(comm: Communicator) -> tuple[dict[str, Any], dict[str, Any]]:
         whole = run(comm, strategy_of(codec, feedback=feedback), 6, lr=0.1)
@@ -295,15 +302,18 @@ def test_dgc_gathers_momentum_as_the_optimizer_would() -> None:
         assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(mine, exact, strict=True))
 
 
-def test_dgc_clips_what_a_rank_gives_and_forgets_the_velocity_of_what_it_sent() -> None:
+DGC = "dgc(density=0.05, momentum=0.9, clip_norm=0.001)"
+
+
+@pytest.mark.parametrize("codec", [DGC, f"chain({DGC}, fp16)"])
+def test_dgc_clips_what_a_rank_gives_and_forgets_the_velocity_of_what_it_sent(codec: str) -> None:
     def go(comm: Communicator) -> dict[str, Any]:
-        codec = "dgc(density=0.05, momentum=0.9, clip_norm=0.001)"
         return run(comm, strategy_of(codec), 3)["sync"]["strategy_state"]["reducer"]["own"]  # type: ignore[no-any-return]
 
     for own in run_ranks(2, go):
         velocity, residual = own["velocities"]["0.weight"], own["residuals"]["0.weight"]
         assert 0 < float(velocity.norm()) < 0.001 / 2 / 2**0.5 * 3  # three steps of half a clipped gradient
-        assert torch.equal(velocity == 0, residual == 0)
+        assert codec != DGC or torch.equal(velocity == 0, residual == 0)
         assert 0.03 < float((velocity == 0).float().mean()) < 0.2
 
 

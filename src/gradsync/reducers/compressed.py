@@ -19,6 +19,7 @@ from gradsync import spec
 from gradsync.bucket import MIB, Bucket, BucketPlan
 from gradsync.codecs.base import Codec
 from gradsync.codecs.cast import Bf16, Fp16
+from gradsync.codecs.chain import Chain
 from gradsync.codecs.dense import Dense
 from gradsync.codecs.sparse import Sparse
 from gradsync.comm.base import Communicator, Finished, Work
@@ -80,7 +81,7 @@ class Compressed(Reducer):
         self._chosen: dict[str, Codec] = {}
 
     def _make_feedback(self) -> Feedback:
-        sparse = [codec for _, codec in self.rules.patterns if isinstance(codec, Sparse)]
+        sparse = [codec for _, codec in self.rules.patterns if isinstance(codec, Sparse | Chain)]
         wanted = {(codec.momentum, codec.clip_norm) for codec in sparse} - {(0.0, None)}
         if not wanted:
             return FEEDBACKS[self._feedback_name]()

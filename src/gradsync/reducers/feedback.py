@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gradsync.bucket import Slot
 from gradsync.codecs.base import Payload, Residual
+from gradsync.codecs.chain import Chain
 from gradsync.codecs.sparse import Sparse
 from gradsync.reducers.shards import Piece
 
@@ -235,7 +236,7 @@ class MomentumCorrection(Feedback):
             return
         velocity = self._gather(turn)
         codec.encode(velocity, payload, residual=self._residuals.of(turn), key=turn.key)
-        if isinstance(codec, Sparse):
+        if isinstance(codec, Sparse | Chain):
             codec.erase(payload, velocity, key=turn.key)
 
     def answer(self, turn: Turn, received: Sequence[Payload], payload: Payload) -> bool:
@@ -247,7 +248,7 @@ class MomentumCorrection(Feedback):
         finite = codec.merge(
             velocity, received, payload, residual=residual, key=turn.key, out=turn.out, out_gain=turn.out_gain
         )
-        if isinstance(codec, Sparse):
+        if isinstance(codec, Sparse | Chain):
             codec.erase(payload, velocity, key=turn.key)
         return finite
 
