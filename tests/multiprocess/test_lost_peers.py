@@ -30,14 +30,14 @@ def survivors(outcomes: list[Any], lost: int) -> None:
 
 
 def train(
-    transport: str, rank_to_strike: int, how: str, strike_step: int
+    transport: str, rank_to_strike: int, how: str, strike_step: int, strategy: str = "allreduce"
 ) -> tuple[tuple[int, ...], int | None, float, str] | None:
     """Train until a peer is lost; returns how that was seen, and how long after the strike."""
     comm = gradsync.connect(transport, timeout_s=TIMEOUT_S)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(200, 200) for _ in range(6)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    gradsync.synchronize(model, optimizer, bucket_bytes=200_000, first_bucket_bytes=100_000)
+    gradsync.synchronize(model, optimizer, strategy, bucket_bytes=200_000, first_bucket_bytes=100_000)
     x = torch.randn(8, 200)
     last_s = time.monotonic()
     try:
@@ -70,6 +70,15 @@ def test_a_killed_worker_is_named_by_every_survivor(transport: str, world: int, 
         if rank != victim:
             assert isinstance(outcome, tuple)
             assert outcome[1] == 3, "it says the step"
+
+
+@pytest.mark.parametrize("world", [2, 3])  # in one stage, and in two that a thread of its own walks
+@pytest.mark.parametrize("how", ["kill", "exception"])
+def test_so_it_is_where_gradients_are_compressed(world: int, how: str) -> None:
+    outcomes = run_processes(
+        world, train, "c10d", 1, how, 3, "allreduce(codec=int8)", timeout_s=40, expect_failure=True
+    )
+    survivors(outcomes, 1)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
