@@ -42,9 +42,11 @@ GRANTED = 2.0  # in float32: at most twice as far from the float64 run as one fl
 Key = tuple[str | int, str, torch.dtype]
 
 
-def run_named(comm: Any, case: str | int, optimizer: str, dtype: torch.dtype, num_ranks: int) -> Outcome:
+def run_named(
+    comm: Any, case: str | int, optimizer: str, dtype: torch.dtype, num_ranks: int, strategy: str = "allreduce"
+) -> Outcome:
     fn = CASES[case] if isinstance(case, str) else random_case(case)
-    return run_case(fn, Context(comm, optimizer, dtype, num_ranks))
+    return run_case(fn, Context(comm, optimizer, dtype, num_ranks, strategy))
 
 
 @functools.cache
@@ -80,14 +82,22 @@ def check_floats(case: str | int, optimizer: str, world: int, outcomes: list[Out
     assert off <= granted, f"in float32 {off:.2e} away from the float64 run; {granted:.2e} is granted"
 
 
-def check_on_threads(case: str | int, optimizer: str, world: int) -> None:
-    outcomes = run_ranks(world, lambda comm: run_named(comm, case, optimizer, torch.float64, world))
+def check_on_threads(case: str | int, optimizer: str, world: int, strategy: str = "allreduce") -> None:
+    outcomes = run_ranks(world, lambda comm: run_named(comm, case, optimizer, torch.float64, world, strategy))
     check_doubles(case, optimizer, world, outcomes)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_threads(case: str) -> None:
     check_on_threads(case, "sgd", 3)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_way_of_codecs_is_exact_where_the_codec_is(case: str, exhaustive: bool) -> None:
+    """Two ranks exchange in one stage, three in two: the cases take turns."""
+    worlds = (2, 3) if exhaustive else (2 + EVERY_CASE.index(case) % 2,)
+    for world in worlds:
+        check_on_threads(case, "sgd", world, "allreduce(codec=dense)")
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

@@ -48,6 +48,7 @@ class Context:
     optimizer_name: str
     dtype: torch.dtype
     num_ranks: int  # of the run; the reference knows it too, because some loops depend on it
+    strategy: str = "allreduce"
     digests: list[str] = field(default_factory=list)
     syncs: list[gradsync.Synchronizer] = field(default_factory=list)
 
@@ -76,7 +77,7 @@ class Context:
         if self.comm is None:
             return Plain()
         # Small buckets, so that small models have two or three.
-        options = {"bucket_bytes": 8000, "first_bucket_bytes": 500, **options}
+        options = {"strategy": self.strategy, "bucket_bytes": 8000, "first_bucket_bytes": 500, **options}
         sync = gradsync.synchronize(model, optimizer, comm=self.comm, **options)
         self.syncs.append(sync)
         return sync
