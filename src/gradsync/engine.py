@@ -405,6 +405,7 @@ class Engine:
     def close(self) -> None:
         """Remove every hook, and give each parameter a gradient of its own again."""
         self._hooks.remove()
+        self.strategy.close()
         for slot in self._all():
             slot.param.grad = slot.gathered()
         self._planner.drop()

@@ -61,10 +61,14 @@ class AllReduce(Strategy):
         self.reads_fresh_gradients = self.reducer.reads_fresh_gradients and comm.world_size > 1
         self.reducer.attach(plan, comm)
 
-    def open(self, header: Header) -> None:
-        self._exchange = HeaderExchange(header, self.comm)
+    def close(self) -> None:
         if self._driver is not None:
             self._driver.abandon()
+            self._driver = None
+
+    def open(self, header: Header) -> None:
+        self.close()
+        self._exchange = HeaderExchange(header, self.comm)
         on_cpu = all(bucket.device.type == "cpu" for bucket in self.plan.buckets)
         self._driver = drive(self.reducer, self.comm, len(self.plan.buckets), on_cpu=on_cpu)
 

@@ -100,6 +100,9 @@ class Strategy(abc.ABC):
         """For each parameter the codec that it travels by, as a spec; empty where there is none."""
         return {}
 
+    def close(self) -> None:  # noqa: B027 - most hold nothing beyond the buckets
+        """Let go of what a backward that came to no end has left under way. Does not wait for peers."""
+
     def redistribute(self, states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
         """This rank's state, made of those that all ranks of a run with another number of them have saved."""
         return states[0]
