@@ -33,6 +33,7 @@ from gradsync.samedata import SameDataWatch
 from gradsync.settings import Settings
 from gradsync.stepping import StepGate
 from gradsync.strategies.base import Strategy
+from gradsync.training import Training
 from gradsync.window import Window
 
 queue_callback = torch.autograd.Variable._execution_engine.queue_callback
@@ -44,6 +45,7 @@ class _Backward:
 
     task: int  # autograd's number for it: tells a new backward from one that never ended
     synchronizing: bool
+    together: bool  # its gradients are averaged over the ranks; else they stay this rank's own
     incoming: float  # what its gradients are multiplied by as they come in
     factor: float | None = None  # what makes them this rank's share of the mean; None until the header is back
     next_bucket: int = 0
@@ -77,6 +79,7 @@ class Engine:
         self.step = 0  # synchronizing backwards so far: the clock that all ranks share
         self.exposed_s = 0.0  # how long the last backward waited for the wire
         self.synchronized = True  # whether the last backward was a synchronizing one
+        self.awaits_step = False  # a synchronizing backward has ended, and the optimizer has not stepped since
         self.window = Window()
         self._params = {plain_name(name): param for name, param in model.named_parameters()}
         self._buffers = BufferSync(model, settings.buffers, comm)
@@ -97,7 +100,16 @@ class Engine:
             bucket_bytes=settings.bucket_bytes,
             first_bucket_bytes=settings.first_bucket_bytes,
         )
-        self.strategy.meet(optimizer)
+        self.strategy.meet(
+            Training(
+                model=model,
+                optimizer=optimizer,
+                params=self._params,
+                buffers=self._buffers,
+                scaler=scaler,
+                schedules=schedules,
+            )
+        )
         self._adopt_plan()
         self._hooks.on_gradients(self._params.items(), Engine._on_gradient)
         if settings.accumulate > 1:
@@ -153,6 +165,8 @@ class Engine:
         if not backward.synchronizing:
             slot.collect()
             return
+        if not backward.together:
+            return  # it is right where autograd put it; what several backwards have gathered is put right at the end
         if slot.ready:
             raise GradSyncError(f"parameter {name} got a second gradient in one backward, after the first was sent.")
         if backward.factor is None and self.window.num_backwards == 1:
@@ -175,7 +189,8 @@ class Engine:
             return self._backward
         if self._failure is not None:
             raise GradSyncError(f"this synchronizer has failed and can't go on: {self._failure}") from self._failure
-        if self._backward is not None and self._backward.synchronizing and self.comm.world_size > 1:
+        unfinished = self._backward
+        if unfinished is not None and unfinished.synchronizing and unfinished.together and self.comm.world_size > 1:
             raise GradSyncError(
                 "the last backward did not come to its end on this rank (an exception in it?), so the ranks are out of "
                 "step. Restart from a checkpoint."
@@ -203,38 +218,41 @@ class Engine:
         incoming = self.window.add(weight)
         if synchronizing:
             self._open(has_data=True)
-        return _Backward(task=task, synchronizing=synchronizing, incoming=incoming)
+        return _Backward(task=task, synchronizing=synchronizing, together=self.strategy.together, incoming=incoming)
 
     def _open(self, *, has_data: bool) -> None:
         self.comm.note(f"step {self.step}" if has_data else f"join, at step {self.step}", step=self.step)
-        loss_scale = float(self.scaler.get_scale()) if self.scaler is not None else 1.0
+        loss_scale = self._loss_scale()
         for bucket in self.plan.buckets:
             bucket.open()
             bucket.loss_scale, bucket.may_overflow = loss_scale, self.scaler is not None
-        self.strategy.open(
-            Header(
-                step=self.step,
-                weight=self.window.weight,
-                num_backwards=self.window.num_backwards,
-                fingerprint=self.plan.fingerprint,
-                has_data=has_data,
-                buffers_changed=has_data and self._buffers.changed(),
-                hyperparameters=hyperparameter_checksum(self.optimizer),
-                loss_scale=loss_scale,
-                checksum=self._same_data.take_checksum(),
-            )
+        self.strategy.open(self._header(has_data=has_data))
+
+    def _header(self, *, has_data: bool) -> Header:
+        return Header(
+            step=self.step,
+            weight=self.window.weight,
+            num_backwards=self.window.num_backwards,
+            fingerprint=self.plan.fingerprint,
+            has_data=has_data,
+            buffers_changed=has_data and self._buffers.changed(),
+            hyperparameters=hyperparameter_checksum(self.optimizer),
+            loss_scale=self._loss_scale(),
+            checksum=self._same_data.take_checksum(),
         )
+
+    def _loss_scale(self) -> float:
+        return float(self.scaler.get_scale()) if self.scaler is not None else 1.0
 
     def _learn_factor(self, *, block: bool) -> None:
         """Set what this rank's gradients are multiplied by, once all ranks' weights are known."""
         assert self._backward is not None
         round = self.strategy.round(block=block)
         if round is not None:
-            self._backward.factor = self.window.unit * self._per_weight(round)
+            self._backward.factor = self.window.unit * self._per_weight(round.total_weight, round.num_backwards)
 
-    def _per_weight(self, round: Round) -> float:
-        total = round.total_weight
-        return 0.0 if total == 0.0 else (round.num_backwards if self.settings.accumulation == "sum" else 1) / total
+    def _per_weight(self, total: float, num_backwards: int) -> float:
+        return 0.0 if total == 0.0 else (num_backwards if self.settings.accumulation == "sum" else 1) / total
 
     def _launch(self, *, final: bool) -> None:
         """Seal full buckets (``final``: all) and hand them over in plan order."""
@@ -264,8 +282,10 @@ class Engine:
         assert backward is not None
         self._said_weight = self.comm.feed.said_weight = None
         self.synchronized = backward.synchronizing
-        if backward.synchronizing:
+        if backward.synchronizing and backward.together:
             self._complete()
+        elif backward.synchronizing:
+            self._complete_alone()
         elif self._no_sync_depth == 0:  # see [Note: who may see a gradient]
             for slot in self._all():
                 slot.hold()
@@ -289,10 +309,11 @@ class Engine:
             bucket.unseal()
         leader = (round.with_data or [0])[0]
         if round.buffers_changed:
-            self._buffers.synchronize(self.window.weight * self._per_weight(round), leader)
+            self._buffers.synchronize(
+                self.window.weight * self._per_weight(round.total_weight, round.num_backwards), leader
+            )
         self.exposed_s = time.perf_counter() - start_s
-        self.step += 1
-        self.window = Window()
+        self._tick()
         if len(round.with_data) < self.comm.world_size:
             self._uneven_leader = leader
         self._same_data.judge(round, self.comm.rank)
@@ -300,14 +321,36 @@ class Engine:
             self._adopt_plan()
         return round
 
+    def _complete_alone(self) -> None:
+        """Leave every ``.grad`` this rank's own mean over its backwards."""
+        window = self.window
+        if window.num_backwards > 1 or window.weight == 0.0:  # else the mean is the gradient itself
+            factor = window.unit * self._per_weight(window.weight, window.num_backwards)
+            for bucket in self.plan.buckets:
+                bucket.seal(factor)
+                bucket.unseal()
+            if self.plan.sparse:
+                self.strategy.on_sparse(self.plan.sparse, factor)
+        self.strategy.after_backward()
+        self.exposed_s = 0.0
+        self._tick()
+
+    def _tick(self) -> None:
+        self.step += 1
+        self.awaits_step = True
+        self.window = Window()
+
     # -- ranks without data ---------------------------------------------------------------------------------------
 
     def join(self) -> None:
         """Keep the others company until no rank has data; then all have the same state again. Blocks."""
         with self._lock:
-            while self._keep_company():
-                pass
-            leader, self._uneven_leader = self._uneven_leader, None
+            if self.strategy.together:
+                while self._keep_company():
+                    pass
+                leader, self._uneven_leader = self._uneven_leader, None
+            else:
+                leader = self.strategy.join()
             if leader is not None:
                 copy_training_state(self.comm, self.model, self.optimizer, self._travelling, leader)
                 if self.comm.rank != leader:
@@ -317,7 +360,7 @@ class Engine:
         """Take part in one round with what this rank has left, most often nothing; False when nobody has data."""
         if self._failure is not None:
             raise GradSyncError(f"this synchronizer has failed and can't go on: {self._failure}") from self._failure
-        self._backward = _Backward(task=-1, synchronizing=True, incoming=1.0)
+        self._backward = _Backward(task=-1, synchronizing=True, together=True, incoming=1.0)
         if not self.window.num_backwards:
             self.drop_gradients()  # the last mean must not pass for gradients that this rank has
         try:
@@ -350,6 +393,16 @@ class Engine:
     def has_unsynchronized_gradients(self) -> bool:
         """Whether ``.grad`` shows gradients that only this rank has: backwards under ``no_sync()`` so far."""
         return self.window.num_backwards > 0 and any(slot.param.grad is not None for slot in self._all())
+
+    def settle(self) -> None:
+        """Bring the replicas together. Blocks."""
+        self.guard(self.strategy.settle)
+
+    def note_skipped_step(self) -> None:
+        """Say that a ``GradScaler`` was asked to step; where it did not, the strategy must know."""
+        if self.awaits_step:
+            self.awaits_step = False
+            self.guard(self.strategy.skipped_step, self.step)
 
     def set_weight(self, weight: float) -> None:
         """Say what the next backward's mean loss stands for."""

@@ -1,4 +1,4 @@
-"""``GradScaler`` under ``accumulate=k``: its calls between synchronizations pass over gradients that are not there."""
+"""What a strategy must know of a ``GradScaler``, and a scaler of ``accumulate=k``: gradients that are not there."""
 
 from __future__ import annotations
 
@@ -11,19 +11,25 @@ class ScalerGuard:
     """Lets a loop call ``unscale_``, ``step`` and ``update`` after every backward, as it may without a scaler.
 
     A GradScaler refuses to step when no gradient was there to be checked for inf, and between synchronizations there is
-    none. The guard sits on the user's own scaler object until ``remove``.
+    none. And a step that it leaves out because of inf runs no hook of the optimizer, on one rank alone where gradients
+    stay with their ranks: so the strategy is told here. The guard sits on the user's own scaler until ``remove``.
     """
 
     def __init__(self, engine: Engine) -> None:
         assert engine.scaler is not None
         self._scaler = engine.scaler
         for name in ("unscale_", "step", "update"):
-            setattr(self._scaler, name, self._passing_over(getattr(self._scaler, name), engine))
+            setattr(self._scaler, name, self._passing_over(getattr(self._scaler, name), engine, name))
 
     @staticmethod
-    def _passing_over(method: Any, engine: Engine) -> Any:
+    def _passing_over(method: Any, engine: Engine, name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            return method(*args, **kwargs) if engine.synchronized else None
+            if engine.settings.accumulate > 1 and not engine.synchronized:
+                return None
+            result = method(*args, **kwargs)
+            if name == "step" and engine.optimizer in (*args, *kwargs.values()):
+                engine.note_skipped_step()
+            return result
 
         return call
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,28 +37,38 @@ class StepGate:
                 "parameters were added to the optimizer after synchronize(): nobody averages their gradients. "
                 "Close this synchronizer and call synchronize() again."
             )
-        if engine.strategy.before_step(engine.step) is Verdict.APPLY:
-            return None
-        engine.drop_gradients()
-        return self._without_closures_gradients(args, kwargs)
-
-    def after_step(self, *_: Any) -> None:
-        self._engine.strategy.after_step(self._engine.step)
-
-    def _without_closures_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The step's arguments with a closure whose backward leaves nothing behind."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        if closure is None and not engine.awaits_step:
+            return None  # within an accumulation: there are no gradients, and the optimizer passes over them
+        if closure is not None and engine.strategy.steps_itself:
+            with torch.enable_grad():
+                closure = _already_run(closure())
+        if engine.strategy.before_step(engine.step) is not Verdict.APPLY:
+            engine.drop_gradients()
+            closure = None if closure is None else self._leaving_nothing(closure)
         if closure is None:
             return None
+        return ((args[0], closure, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closure})
+
+    def after_step(self, *_: Any) -> None:
+        engine = self._engine
+        if engine.awaits_step:
+            engine.awaits_step = False
+            engine.strategy.after_step(engine.step)
+
+    def _leaving_nothing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure whose backward leaves no gradients behind."""
 
         def run() -> Any:
             loss = closure()
             self._engine.drop_gradients()
             return loss
 
-        if len(args) > 1:
-            return (args[0], run, *args[2:]), kwargs
-        return args, {**kwargs, "closure": run}
+        return run
+
+
+def _already_run(loss: Any) -> Callable[[], Any]:
+    return lambda: loss
 
 
 def _num_parameters(optimizer: torch.optim.Optimizer) -> int:

@@ -132,7 +132,7 @@ class Synchronizer:
     def __init__(self, engine: Engine, comm: Communicator) -> None:
         self._engine = engine
         self._feed = comm.feed
-        self._guard = ScalerGuard(engine) if engine.scaler is not None and engine.settings.accumulate > 1 else None
+        self._guard = ScalerGuard(engine) if engine.scaler is not None else None
         self._unsubscribe = self._feed.subscribe(engine.join)
         self._closed = False
 
@@ -218,6 +218,19 @@ class Synchronizer:
         with self._feed.joining(self._engine.join):
             yield
 
+    def settle(self) -> None:
+        """Bring the replicas together now: before evaluating, saving, or at the end of training. Blocks.
+
+        All ranks call it, between steps. Afterwards they hold the same parameters. Under ``allreduce`` they always do,
+        and this does nothing; under strategies that talk less often, or later, what is pending is exchanged.
+
+        >>> import gradsync, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> sync = gradsync.synchronize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> sync.settle()
+        """
+        self._engine.settle()
+
     def stats(self) -> dict[str, Any]:
         """What the synchronization is and costs, in plain numbers.
 
@@ -240,6 +253,7 @@ class Synchronizer:
             "codecs": engine.strategy.codecs(),
             "bytes_per_step": engine.strategy.bytes_per_step(),
             "exposed_s": engine.exposed_s,
+            **engine.strategy.stats(),
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -34,7 +34,14 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
 
 
-def train(comm: Communicator, strategy: Any, steps: int = STEPS, state: dict[str, Any] | None = None) -> dict[str, Any]:
+def train(
+    comm: Communicator,
+    strategy: Any,
+    steps: int = STEPS,
+    state: dict[str, Any] | None = None,
+    *,
+    with_closure: bool = False,
+) -> dict[str, Any]:
     model = build()
     optimizer = adamw(model)
     with gradsync.synchronize(model, optimizer, strategy, comm=comm, bucket_bytes=20_000) as sync:
@@ -44,9 +51,18 @@ def train(comm: Communicator, strategy: Any, steps: int = STEPS, state: dict[str
         at = sync.stats()["step"]
         digests = []
         for step in range(at, steps):
-            optimizer.zero_grad()
-            loss_of(model, comm.rank, step).backward()
-            optimizer.step()
+
+            def closure(step: int = step) -> Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, comm.rank, step)
+                loss.backward()
+                return loss
+
+            if with_closure:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
             digests.append([param.detach().clone() for param in model.parameters()])
         saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "sync": sync.state_dict()}
         return {**saved, "digests": digests}
@@ -72,9 +88,12 @@ def reference(world: int) -> list[Tensor]:
     return [param.detach() for param in model.parameters()]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_with_nothing_left_out_it_is_adam_with_a_frozen_variance(world: int) -> None:
-    ranks = run_ranks(world, lambda comm: train(comm, OneBitAdam(warmup_steps=WARMUP, codec="dense")))
+@pytest.mark.parametrize(("world", "with_closure"), [(1, False), (2, False), (3, True)])
+def test_with_nothing_left_out_it_is_adam_with_a_frozen_variance(world: int, with_closure: bool) -> None:
+    def go(comm: Communicator) -> dict[str, Any]:
+        return train(comm, OneBitAdam(warmup_steps=WARMUP, codec="dense"), with_closure=with_closure)
+
+    ranks = run_ranks(world, go)
     for mine, expected in zip(ranks[0]["digests"][-1], reference(world), strict=True):
         assert torch.allclose(mine, expected, rtol=1e-9, atol=1e-12)
 

@@ -7,12 +7,11 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from gradsync import spec
 from gradsync.bucket import BUCKET_BYTES, Bucket, BucketPlan, SparseSlot
 from gradsync.comm.base import Communicator
 from gradsync.header import Header, Round
+from gradsync.training import Training
 
 
 class Verdict(enum.Enum):
@@ -28,7 +27,7 @@ class Strategy(abc.ABC):
 
     In a backward that synchronizes: ``open``, then ``on_bucket_ready`` for every bucket in plan order, ``advance`` as
     often as it likes in between, ``on_sparse``, ``after_backward``. Then ``before_step`` and ``after_step`` around the
-    optimizer's step.
+    optimizer's step: once for each synchronizing backward, however often the loop calls ``step()``.
 
     >>> import gradsync
     >>> class Noisy(gradsync.AllReduce):                       # a strategy of one's own
@@ -38,6 +37,10 @@ class Strategy(abc.ABC):
     'Noisy'
     """
 
+    # Whether the gradients of the backward to come are averaged over the ranks. Where not, they stay this rank's own,
+    # and the engine starts no collective by itself: see local.py. It may change from step to step, on all ranks alike.
+    together: bool = True
+    steps_itself: bool = False  # before_step() reads the gradients: so a closure of optimizer.step() is run before it
     bucket_bytes: int = BUCKET_BYTES  # how large it likes its buckets, unless the user says
     reads_fresh_gradients: bool = False  # where autograd put them, by `slot.source`; else they are in the bucket
 
@@ -50,8 +53,11 @@ class Strategy(abc.ABC):
         self.plan = plan
         self.comm = comm
 
-    def meet(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most leave the step to it
-        """See the optimizer whose step it may take over (``DONE_ELSEWHERE``); refuse one that it can't."""
+    def meet(self, training: Training) -> None:  # noqa: B027 - most need no more than gradients
+        """See the model, and the optimizer whose step it may take over (``DONE_ELSEWHERE``); refuse what it can't do.
+
+        Comes once, before ``attach``.
+        """
 
     @abc.abstractmethod
     def open(self, header: Header) -> None:
@@ -82,6 +88,24 @@ class Strategy(abc.ABC):
 
     def after_step(self, step: int) -> None:  # noqa: B027
         """The optimizer has stepped."""
+
+    def skipped_step(self, step: int) -> None:
+        """A ``GradScaler`` met inf, on this rank at least, and left the step out: ``before_step`` was not called."""
+        self.after_step(step)
+
+    def settle(self) -> None:  # noqa: B027 - replicas that are always in step are settled
+        """Bring the replicas together now, whatever is pending. All ranks call it. Blocks."""
+
+    def join(self) -> int | None:
+        """This rank has no data left: keep the others company until none has. Blocks. Not asked while ``together``.
+
+        Returns the rank whose parameters, buffers and optimizer state all then take over, or None to leave them.
+        """
+        return None
+
+    def stats(self) -> dict[str, Any]:
+        """What there is to know of it beyond what every strategy tells, for ``sync.stats()``."""
+        return {}
 
     @abc.abstractmethod
     def bytes_per_step(self) -> int:

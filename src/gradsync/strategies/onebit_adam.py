@@ -22,6 +22,7 @@ from gradsync.reducers.compressed import Compressed
 from gradsync.reducers.rules import CodecRule
 from gradsync.strategies.allreduce import AllReduce
 from gradsync.strategies.base import Verdict
+from gradsync.training import Training
 
 REFUSED = ("amsgrad", "maximize", "differentiable")
 
@@ -45,6 +46,8 @@ class OneBitAdam(AllReduce):
     >>> sync.close()
     """
 
+    steps_itself = True
+
     def __init__(self, *, warmup_steps: int = 100, codec: CodecRule = "sign") -> None:
         super().__init__()
         if warmup_steps < 1:
@@ -58,7 +61,8 @@ class OneBitAdam(AllReduce):
     def spec_arguments(self) -> dict[str, Any]:
         return {"warmup_steps": self.warmup_steps, "codec": self._compressed.rules.written()}
 
-    def meet(self, optimizer: torch.optim.Optimizer) -> None:
+    def meet(self, training: Training) -> None:
+        optimizer = training.optimizer
         if not isinstance(optimizer, torch.optim.Adam):  # AdamW is one
             raise ValueError(f"onebit_adam goes with Adam or AdamW; got {type(optimizer).__name__}.")
         for group in optimizer.param_groups:
