@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -71,6 +72,18 @@ _reduce_eagerly = quick(reduce_eagerly)
 _BUSY: weakref.WeakSet[Shm] = weakref.WeakSet()  # this process's communicators that have work under way
 
 
+@dataclass(frozen=True, slots=True)
+class _Small:
+    """What was found of the last tensor that could be reduced in one call."""
+
+    tensor: weakref.ref[Tensor]  # weakly: its memory is not to be kept
+    seen: tuple[int, int, str]  # its address, its number of values, and the operation
+    sum_rows: int
+    item: int
+    num_bytes: int
+    turns: int
+
+
 class Shm(Communicator):
     """Ranks on one host that share memory. Made on top of a torch.distributed group, through which they meet."""
 
@@ -91,6 +104,7 @@ class Shm(Communicator):
         self._pieces: dict[tuple[int, int], int] = {}  # by (sender, receiver): pieces of mail so far
         self._allocated: dict[int, tuple[Segment, int]] = {} if beside is None else beside._allocated  # and its bytes
         self._sums: dict[tuple[torch.dtype, str], tuple[int, int]] = {}
+        self._small: _Small | None = None
         self._small_spins = SMALL_SPINS if base.world_size <= len(os.sched_getaffinity(0)) else EAGER_SPINS
         self._lost = base.lifeline.lost  # fills when a peer is given up, or this rank is by the others
         base.lifeline.before_leaving.append(weakref.WeakMethod(self._give_up))
@@ -98,29 +112,46 @@ class Shm(Communicator):
     # -- collectives ----------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
-        sum_rows, item = self._sums.get((tensor.dtype, op)) or self._find_sum(tensor.dtype, op)
-        address, num_bytes = tensor.data_ptr(), tensor.nbytes
-        is_large = num_bytes > SLOT_BYTES and self._in_slices
-        if is_large or self._queue or address in self._allocated or not num_bytes or self._lost:
-            return self._reduce_large(tensor, sum_rows, item, f"all_reduce({op})")
-        # As short a way as there is: where the peers are here too, it is over after one call.
-        floor, place = self._floor, self._watch.place
-        if floor is None or not (tensor.is_cpu and tensor.is_contiguous()):
-            floor = self._open_floor("all_reduce", tensor)
+        # As short a way as there is: where the peers are here too, it is over after one call. What a loop reduces is
+        # most often the tensor of last time, and asking torch five questions about it would cost as much as the sum.
+        small = self._small
+        address, numel = tensor.data_ptr(), tensor.numel()
+        if small is None or small.tensor() is not tensor or (address, numel, op) != small.seen:
+            small = self._small = self._look_at(tensor, op)
+        if small is None or self._queue or self._lost or self._floor is None:
+            return self._reduce_large(tensor, op)
+        floor, turns, num_bytes = self._floor, small.turns, small.num_bytes
         with self._lock:
             number = floor.turns + 1
-            turns = 1 if num_bytes <= SLOT_BYTES else num_turns(num_bytes)
             floor.turns += turns
-            taken = _reduce_eagerly(floor.address, sum_rows, address, num_bytes, item, number, self._small_spins)
+            taken = _reduce_eagerly(
+                floor.address, small.sum_rows, address, num_bytes, small.item, number, self._small_spins
+            )
             if taken == turns:
+                place = self._watch.place
                 place[0] += 1
                 place[1] = "all_reduce"
                 return FINISHED
+            item = small.item
             words = {KIND: DIRECT, FIRST: number, NUM_TURNS: turns, TURN: taken, PUT: min(turns, taken + 2)}
             words |= {COUNT: num_bytes // item, WIDTH: SLOT_BYTES // item, ITEM: item, IN: address, OUT: address}
-            return self._begin(Staged(self, floor, self._watch.enter("all_reduce"), (tensor,), sum_rows, words))
+            return self._begin(Staged(self, floor, self._watch.enter("all_reduce"), (tensor,), small.sum_rows, words))
 
-    def _reduce_large(self, tensor: Tensor, sum_rows: int, item: int, what: str) -> Work:
+    def _look_at(self, tensor: Tensor, op: ReduceOp) -> _Small | None:
+        """What an all-reduce in one call must know of a tensor; None where it goes another way."""
+        sum_rows, item = self._find_sum(tensor.dtype, op)
+        num_bytes = tensor.nbytes
+        is_large = num_bytes > SLOT_BYTES and self._in_slices
+        if is_large or not num_bytes or tensor.data_ptr() in self._allocated:
+            return None
+        self._open_floor("all_reduce", tensor)
+        seen = (tensor.data_ptr(), tensor.numel(), op)
+        turns = 1 if num_bytes <= SLOT_BYTES else num_turns(num_bytes)
+        return _Small(weakref.ref(tensor), seen, sum_rows, item, num_bytes, turns)
+
+    def _reduce_large(self, tensor: Tensor, op: ReduceOp) -> Work:
+        sum_rows, item = self._find_sum(tensor.dtype, op)
+        what = f"all_reduce({op})"
         if tensor.data_ptr() in self._allocated:
             return self._in_place(what, tensor, sum_rows, EVERYWHERE)
         kind = SLICES if self._in_slices and tensor.nbytes > SLOT_BYTES else DIRECT
