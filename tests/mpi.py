@@ -1,12 +1,16 @@
-"""Ranks that a real mpirun starts, for tests: ``run_mpi(3, train, seed)`` calls ``train(seed)`` in three of them.
+"""Ranks of a real mpirun, for tests: ``run_mpi(3, train, seed)`` calls ``train(seed)`` in three of them.
 
-Starting them takes seconds, because each imports torch: put many checks into one call.
+``run_mpi_from_scratch`` has mpirun start the ranks' own processes. That takes seconds, because each imports torch, so
+only what depends on it is tested so: losses, and how processes end. ``run_mpi`` has mpirun start a stand-in for each
+rank, which hands its environment on to a process that was forked from the nursery (see ranks.py) and sleeps until that
+has ended. To MPI, which knows a rank by its environment and by its connection, that process is the rank.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -20,7 +24,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -29,6 +33,18 @@ SURVIVORS_GO_ON = ("--runtime-options", "recoverable")
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC_", "GRADSYNC_")
 IMPORTING_S = 30.0
 ENDING_S = 5.0  # what a process may take to end once it has been told to
+
+STAND_IN = """
+import os, sys, time
+from pathlib import Path
+folder, rank = Path(sys.argv[1]), os.environ["OMPI_COMM_WORLD_RANK"]
+said = b"\\0".join(name + b"=" + value for name, value in os.environb.items())
+(folder / f"{rank}.new").write_bytes(said)
+(folder / f"{rank}.new").replace(folder / f"{rank}.environ")
+end_s = time.monotonic() + float(sys.argv[2])
+while folder.exists() and not (folder / "ended").exists() and time.monotonic() < end_s:
+    time.sleep(0.02)
+"""
 
 
 def find_mpirun() -> str:
@@ -59,29 +75,87 @@ def mpirun(
     timeout_s: float = 60.0,
 ) -> Ended:
     """Run ``command`` in so many ranks, on however few cores; blocks until mpirun has ended."""
-    started = [find_mpirun(), "--oversubscribe", *options, "-n", str(world_size), *command]
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
-    environ |= {"OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            started, env={**environ, **(env or {})}, cwd=cwd, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-        )
+        process = _start_mpirun(world_size, *command, options=options, env=env, cwd=cwd, log=log)
         code: int | None = None
         try:
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             pass
         finally:
-            for number in (signal.SIGTERM, signal.SIGKILL):  # at the first it ends its ranks
-                if process.poll() is None:
-                    process.send_signal(number)
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(ENDING_S)
+            _end(process)
         log.seek(0)
         return Ended(code, log.read().decode(errors="replace"))
 
 
+def _start_mpirun(
+    world_size: int,
+    *command: str,
+    options: tuple[str, ...],
+    env: dict[str, str] | None,
+    cwd: str | Path | None,
+    log: IO[bytes],
+) -> subprocess.Popen[bytes]:
+    started = [find_mpirun(), "--oversubscribe", *options, "-n", str(world_size), *command]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    environ |= {"OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    environ |= env or {}
+    return subprocess.Popen(started, env=environ, cwd=cwd, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):  # at the first mpirun ends its ranks
+        if process.poll() is None:
+            process.send_signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(ENDING_S)
+
+
 def run_mpi(
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: object,
+    timeout_s: float = 60.0,
+    env: dict[str, str] | None = None,
+    preload: tuple[str, ...] = (),
+) -> list[Any]:
+    """Call ``fn(*args)`` in ``world_size`` ranks of an mpirun; blocks until all have ended.
+
+    ``fn`` is a function at the top of a test module; arguments and results are pickled. If a rank fails, the
+    AssertionError shows every failed rank's traceback and what mpirun printed.
+    """
+    from tests.ranks import run_processes  # not above: run as a script, this file finds no package `tests` yet
+
+    with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory(prefix="gradsync-mpi-") as folder:
+        command = (sys.executable, "-I", "-S", "-c", STAND_IN, folder, str(timeout_s + IMPORTING_S))
+        process = _start_mpirun(world_size, *command, options=SURVIVORS_GO_ON, env=env, cwd=os.getcwd(), log=log)
+        try:
+            preload = (fn.__module__, *preload)
+            return run_processes(world_size, _in_place_of, folder, fn, args, timeout_s=timeout_s, preload=preload)
+        except AssertionError as error:
+            log.seek(0)
+            error.add_note(f"mpirun wrote:\n{log.read().decode(errors='replace')}")
+            raise
+        finally:
+            (Path(folder) / "ended").touch()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(ENDING_S)
+            _end(process)
+
+
+def _in_place_of(folder: str, fn: Callable[..., Any], args: tuple[object, ...]) -> Any:
+    """Be the rank whose stand-in has written down its environment."""
+    said = Path(folder) / f"{os.environ['RANK']}.environ"
+    end_s = time.monotonic() + IMPORTING_S
+    while not said.exists():
+        assert time.monotonic() < end_s, f"mpirun has started no process in {IMPORTING_S} s"
+        time.sleep(0.005)
+    os.environb.clear()
+    os.environb.update(entry.split(b"=", 1) for entry in said.read_bytes().split(b"\0"))  # type: ignore[arg-type,misc]
+    return fn(*args)
+
+
+def run_mpi_from_scratch(
     world_size: int,
     fn: Callable[..., Any],
     *args: object,
@@ -90,13 +164,10 @@ def run_mpi(
     options: tuple[str, ...] = SURVIVORS_GO_ON,
     env: dict[str, str] | None = None,
 ) -> list[Any]:
-    """Call ``fn(*args)`` in ``world_size`` processes that mpirun starts; blocks until all have ended.
+    """Call ``fn(*args)`` in ``world_size`` processes that mpirun itself starts; blocks until all have ended.
 
-    ``fn`` is a function at the top of a test module; arguments and results are pickled. If a rank fails, the
-    AssertionError shows its traceback and what was printed.
-
-    With ``expect_failure`` nothing is raised: the list holds each rank's result, the exception that it raised, or None
-    for a rank that was ended before it could say anything.
+    Otherwise as ``run_mpi``. With ``expect_failure`` nothing is raised: the list holds each rank's result, the
+    exception that it raised, or None for a rank that was ended before it could say anything.
     """
     with tempfile.TemporaryDirectory(prefix="gradsync-mpi-") as name:
         folder = Path(name)
@@ -153,6 +224,7 @@ def _wait_for_all(folder: Path, world_size: int) -> None:
 
 def _be_rank(folder: Path) -> int:
     """Be one rank: do the job, and leave the result or the error in a file."""
+    gc.disable()  # what is imported stays, and looking through it takes a second, at the end once more
     (folder / f"{os.getpid()}.pid").touch()
     faulthandler.enable()
     job = pickle.loads((folder / "job").read_bytes())
@@ -161,6 +233,8 @@ def _be_rank(folder: Path) -> int:
     try:
         module, name = job["fn"]
         fn, args = getattr(importlib.import_module(module), name), pickle.loads(job["args"])
+        gc.freeze()
+        gc.enable()
         _wait_for_all(folder, job["world_size"])
         told["result"] = fn(*args)
         body = pickle.dumps(told)

@@ -1,4 +1,4 @@
-"""The process that test ranks are forked from, so that only one process has to import torch; see ranks.py.
+"""The process that test ranks are forked from, so that only one process has to import torch and gradsync; see ranks.py.
 
 Run as a script it reads jobs from stdin, forks their ranks, and tells on stdout how each of them ended. It has no
 threads, or forking would not be safe; the ranks may start what they like.
@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _POLL_S = 0.005
+# What test modules import, and what gradsync imports when it is first used.
+_PRELOADED = ("hypothesis", "numpy", "pytest", "gradsync", "gradsync.comm.hierarchical", "gradsync.comm.shm")
 
 
 @dataclass
@@ -41,6 +43,7 @@ class Job:
     sys_path: list[str]
     cwd: str
     env: dict[str, str]
+    preload: tuple[str, ...]
 
 
 def write_message(fd: int, message: object) -> None:
@@ -83,15 +86,16 @@ def _serve() -> None:
     import torch._dynamo  # the optimizers import it at their first step, and it takes as long as torch itself
     import torch.distributed
 
-    for name in ("hypothesis", "numba", "numpy", "pytest"):  # what test modules, and gradsync, import
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # it was the folder of this file
+    for name in _PRELOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    assert threading.active_count() == 1
+    importlib.import_module("tests.compiling").compile_once()
     assert torch.get_num_threads() == 1
-    gc.freeze()  # a collection in a rank would touch, and so copy, every page it shares with this process
     write_message(tell, "ready")
 
     for job in _jobs(ask):
+        _prepare(job)
         pids: list[int] = []
         for rank in range(job.world_size):
             pid = os.fork()
@@ -102,6 +106,23 @@ def _serve() -> None:
             pids.append(pid)
         write_message(tell, pids)
         _tell_exits(pids, ask, tell)
+
+
+def _prepare(job: Job) -> None:
+    """Import once for all ranks what each would import. What fails here fails in each of them too, and is told."""
+    sys.path[:] = job.sys_path
+    for name in (*job.preload, job.fn[0]):
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+        assert _num_threads() == 1, f"importing {name} has started a thread: forking would not be safe"
+    gc.collect()
+    gc.freeze()  # a collection in a rank would touch, and so copy, every page it shares with this process
+
+
+def _num_threads() -> int:
+    """Those that Python knows and those that it does not."""
+    tasks = Path("/proc/self/task")
+    return len(list(tasks.iterdir())) if tasks.exists() else threading.active_count()
 
 
 def _jobs(ask: int) -> Iterator[Job]:

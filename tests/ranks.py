@@ -1,7 +1,8 @@
 """Real processes as ranks, for tests: ``run_processes(4, train, seed)`` calls ``train(seed)`` in four of them.
 
-Importing torch takes seconds, so the processes are forked from one nursery: a process that has imported torch and
-nothing else, started by the first test that needs it and ended with the test run. Nothing else is ever ended here.
+Importing torch takes seconds, so the processes are forked from one nursery: a process that has imported torch, gradsync
+and the test modules that were asked for, and has done nothing with them. It is started by the first test that needs it
+and ended with the test run. Nothing else is ever ended here.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def run_processes(
     expect_failure: Literal[False] = ...,
     env: dict[str, str] | None = ...,
     grace_s: float = ...,
+    preload: tuple[str, ...] = ...,
 ) -> list[T]: ...
 
 
@@ -57,6 +59,7 @@ def run_processes(
     expect_failure: Literal[True],
     env: dict[str, str] | None = ...,
     grace_s: float = ...,
+    preload: tuple[str, ...] = ...,
 ) -> list[T | BaseException | int]: ...
 
 
@@ -68,11 +71,13 @@ def run_processes(
     expect_failure: bool = False,
     env: dict[str, str] | None = None,
     grace_s: float = GRACE_S,
+    preload: tuple[str, ...] = (),
 ) -> list[T] | list[T | BaseException | int]:
     """Call ``fn(*args)`` in ``world_size`` new processes with torchrun's variables set; blocks until all have ended.
 
     ``fn`` is a function at the top of a test module; arguments and results are pickled. Each process has one torch
     thread. If a rank fails, the others get ``grace_s`` and the AssertionError shows every failed rank's traceback.
+    ``preload`` names modules that the ranks will import: they are imported once, before the ranks are forked.
 
     With ``expect_failure`` nothing is raised and nobody is hurried: the list holds each rank's result, the exception it
     raised, the exit code of a process that ended without either (-9: killed), or a TimeoutError that says where it was.
@@ -86,6 +91,7 @@ def run_processes(
             sys_path=[entry or os.getcwd() for entry in sys.path],
             cwd=os.getcwd(),
             env={**_torchrun_env(world_size), **(env or {})},
+            preload=preload,
         )
         exits, late = _nursery().run(job, timeout_s=timeout_s, grace_s=None if expect_failure else grace_s)
         outcomes = [_Outcome.read(Path(folder), rank, exits[rank], rank in late) for rank in range(world_size)]

@@ -39,6 +39,8 @@ EVERY_CASE: list[str | int] = [*CASES, *RANDOM_SEEDS]
 TOLERANCE = 1e-9
 GRANTED = 2.0  # in float32: at most twice as far from the float64 run as one float32 process is
 
+USED_BY_COMPILE = ("torch._inductor.compile_fx",)  # torch.compile imports it, and hundreds of modules with it
+
 Key = tuple[str | int, str, torch.dtype]
 
 
@@ -131,8 +133,9 @@ def run_share(transport: str, share: dict[str | int, list[tuple[str, torch.dtype
 @functools.cache
 def everything_on(place: tuple[str, int], exhaustive: bool) -> list[dict[Key, Outcome]]:
     transport, world = place
+    share = share_of(place, exhaustive=exhaustive)
     start = run_mpi if transport == "mpi" else run_processes
-    return start(world, run_share, transport, share_of(place, exhaustive=exhaustive), timeout_s=600)
+    return start(world, run_share, transport, share, timeout_s=600, preload=USED_BY_COMPILE)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,3 +82,21 @@ def test_nobody_is_left_behind() -> None:
     for pid in run_processes(2, _process_id):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def _compile(folder: str) -> int:
+    sys.path.insert(0, folder)
+    triple = importlib.import_module("compiled_by_ranks").triple
+    Path(folder, os.environ["RANK"]).touch()
+    end_s = time.monotonic() + 30.0
+    while not all(Path(folder, rank).exists() for rank in "01"):
+        assert time.monotonic() < end_s, "the other rank did not come"
+        time.sleep(0.001)
+    assert triple(2) == 6
+    return sum(triple.stats.cache_misses.values())
+
+
+def test_ranks_that_need_the_same_function_compile_it_once(tmp_path: Path) -> None:
+    code = "import numba\n\n\n@numba.njit(cache=True)\ndef triple(x):\n    return 3 * x\n"
+    (tmp_path / "compiled_by_ranks.py").write_text(code)
+    assert sorted(run_processes(2, _compile, str(tmp_path))) == [0, 1]

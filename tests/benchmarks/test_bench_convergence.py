@@ -93,6 +93,9 @@ def test_what_makes_no_sense_is_refused(
 
 
 def test_a_run_that_fails_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match=r"allreduce, seed 0: .*code"):
-        main(["--specs", "allreduce", "--seeds", "0", "--model", "--breadth 3", "--output", str(tmp_path)])
-    assert "unrecognized arguments: --breadth" in capfd.readouterr().err
+    fails = """sh -c 'echo "$@" >&2; exit 3' sh"""  # in place of the launcher: how that fails is tested with it
+    asked = ["--specs", "allreduce", "--seeds", "0", "--model", "--breadth 3", "--under", fails]
+    with pytest.raises(SystemExit, match=r"allreduce, seed 0: .*code 3"):
+        main([*asked, "--output", str(tmp_path)])
+    assert "--sync allreduce" in (said := capfd.readouterr().err)
+    assert "--breadth 3" in said

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
+import runpy
 import signal
 import subprocess
 import sys
@@ -24,7 +26,7 @@ from gradsync.comm import mpi as mpi_transport
 from gradsync.comm.base import REDUCE_OPS, ReduceOp
 from gradsync.comm.rendezvous import said_transport, started_by_mpi
 from tests.contracts.communicator import CONTRACT
-from tests.mpi import LAUNCHERS, SURVIVORS_GO_ON, find_mpirun, mpirun, run_mpi
+from tests.mpi import LAUNCHERS, SURVIVORS_GO_ON, find_mpirun, mpirun, run_mpi, run_mpi_from_scratch
 
 TIMEOUT_S = 2.0
 LATEST_S = TIMEOUT_S + 2.0
@@ -258,12 +260,17 @@ def script(tmp_path: Path) -> str:
     return str(tmp_path / "train.py")
 
 
+def run_script(script: str, name: str) -> None:
+    sys.argv = [script, name]
+    runpy.run_path(script, run_name="__main__")
+
+
 def test_a_script_trains_over_mpi_as_in_one_process(script: str, tmp_path: Path) -> None:
     asked = {"GRADSYNC_TRANSPORT": "mpi"}
-    for world, name in ((1, "one"), (3, "three")):
-        ended = mpirun(world, sys.executable, script, name, env=asked, cwd=tmp_path)
-        assert ended.exit_code == 0, ended.output
-        assert not ended.output.strip(), "nobody complains, and MPI is finalized"
+    run_mpi(1, run_script, script, str(tmp_path / "one"), env=asked)
+    ended = mpirun(3, sys.executable, script, "three", env=asked, cwd=tmp_path)
+    assert ended.exit_code == 0, ended.output
+    assert not ended.output.strip(), "nobody complains, and MPI is finalized"
     alone, *ranks = (torch.load(tmp_path / f"{name}.pt") for name in ("one.0", "three.0", "three.1", "three.2"))
     assert alone["stats"]["transport"] == "mpi"
     for rank in ranks:
@@ -304,7 +311,9 @@ def train_until_lost() -> tuple[tuple[int, ...], int | None, float]:
 def test_a_killed_rank_is_named_by_the_others() -> None:
     """Over sockets, where Open MPI itself sees the end of the process, as between hosts."""
     options = (*ULFM, "--mca", "pml", "ob1", "--mca", "btl", "tcp,self")
-    first, killed, last = run_mpi(3, train_until_lost, options=options, timeout_s=40.0, expect_failure=True)
+    first, killed, last = run_mpi_from_scratch(
+        3, train_until_lost, options=options, timeout_s=40.0, expect_failure=True
+    )
     assert killed is None
     for survivor in (first, last):
         assert isinstance(survivor, tuple), survivor
@@ -356,7 +365,7 @@ def connect_late() -> str:
 
 
 def test_a_rank_that_does_not_come_to_connect_is_named() -> None:
-    first, _, last = run_mpi(3, connect_late, timeout_s=40.0)
+    first, _, last = run_mpi_from_scratch(3, connect_late, timeout_s=40.0)
     assert first == last == f"rank 1 was lost in connect, noticed after {TIMEOUT_S} s: it did not come to connect()"
 
 
@@ -371,6 +380,7 @@ def with_a_lesser_thread_level(level: str) -> str:
     from mpi4py import MPI
 
     assert MPI.Query_thread() < MPI.THREAD_MULTIPLE
+    atexit.register(MPI.Finalize)  # as mpi4py itself does at the very end of a process that was not forked
     comm = gradsync.connect("mpi", timeout_s=20.0)
     for part_of_the_contract in CONTRACT:
         part_of_the_contract(comm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -18,23 +19,17 @@ EXAMPLE = PROJECT / "examples/char_lm.py"
 SMALL = ["--batch", "6", "--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--steps"]
 
 
-def train(out: Path, steps: int, *more: str, workers: int = 1) -> dict[str, Any]:
-    start = [sys.executable] if workers == 1 else [sys.executable, "-m", "gradsync.cli.main", "run", "-n", str(workers)]
-    command = [*start, str(EXAMPLE), *SMALL, str(steps), *more, "--json", str(out)]
-    done = subprocess.run(command, timeout=100, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    log: dict[str, Any] = json.loads(out.read_text())
-    return log
-
-
 def run_example(arguments: list[str]) -> None:
+    if os.environ["WORLD_SIZE"] == "1":  # as `python examples/char_lm.py` would run it: no launcher is seen
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]
     sys.argv = [str(EXAMPLE), *arguments]
     runpy.run_path(str(EXAMPLE), run_name="__main__")
 
 
-def train_unlaunched(out: Path, steps: int, *more: str) -> dict[str, Any]:
-    """Two workers that the launcher has not started: starting takes most of the time, and is tested once."""
-    run_processes(2, run_example, [*SMALL, str(steps), *more, "--json", str(out)], timeout_s=100)
+def train_unlaunched(out: Path, steps: int, *more: str, workers: int = 2) -> dict[str, Any]:
+    """Workers that the launcher has not started: starting takes most of the time, and is tested once."""
+    run_processes(workers, run_example, [*SMALL, str(steps), *more, "--json", str(out)], timeout_s=100)
     log: dict[str, Any] = json.loads(out.read_text())
     return log
 
@@ -48,12 +43,26 @@ def compare(one: Path, other: Path) -> subprocess.CompletedProcess[str]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two workers, six steps without a stop."""
     out = tmp_path_factory.mktemp("whole") / "two.json"
-    train(out, 6, workers=2)
+    command = [
+        sys.executable,
+        "-m",
+        "gradsync.cli.main",
+        "run",
+        "-n",
+        "2",
+        str(EXAMPLE),
+        *SMALL,
+        "6",
+        "--json",
+        str(out),
+    ]
+    done = subprocess.run(command, timeout=100, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     return out
 
 
 def test_two_workers_train_as_one_process_does(whole: Path, tmp_path: Path) -> None:
-    one, two = train(tmp_path / "one.json", 6), json.loads(whole.read_text())
+    one, two = train_unlaunched(tmp_path / "one.json", 6, workers=1), json.loads(whole.read_text())
     assert (one["world_size"], two["world_size"]) == (1, 2)
     assert two["losses"] == pytest.approx(one["losses"], abs=1e-4)
     assert two["eval_loss"] == pytest.approx(one["eval_loss"], abs=1e-4)

@@ -17,7 +17,7 @@ import gradsync
 from benchmarks.netlab import INTERFACE, Lab
 
 STEPS = 3
-LAYERS, WIDTH = 4, 2048  # enough that headers and acknowledgements are little beside it
+LAYERS, WIDTH = 2, 2048  # enough that headers and acknowledgements are little beside it
 PLAIN_BYTES = LAYERS * WIDTH * WIDTH * 4  # what each of two ranks sends in a plain all-reduce
 # Each with the least ratio to a plain all-reduce that it promises over the tensors that it compresses.
 PROMISED = {
