@@ -73,7 +73,8 @@ class _Channel:
         row[:_HEAD] = torch.tensor([1.0, place, place * place, count], dtype=torch.float64)
         row[_HEAD : _HEAD + num_features] = first
         row[_HEAD + num_features : _HEAD + 2 * num_features] = second
-        self.comm.all_reduce(row).wait()
+        with self.comm.feed.waiting():
+            self.comm.all_reduce(row).wait()
         if not row.is_cuda:  # reading a value there would stall the stream in every layer
             self._check_place(row, layer, kind)
         return row

@@ -28,6 +28,11 @@ class BufferSync:
         self._seen: list[tuple[Tensor, int]] = []
         self._remember()
 
+    @property
+    def mode(self) -> BufferMode:
+        """What the user asked for."""
+        return self._mode
+
     def changed(self) -> bool:
         """Whether a buffer of this rank was written since the last ``synchronize``."""
         if self._mode == "none":

@@ -28,6 +28,7 @@ from gradsync.errors import GradSyncError
 from gradsync.header import Header, Round
 from gradsync.hooks import Hooks
 from gradsync.planning import Planner
+from gradsync.profiling.seam import SILENT, Recording
 from gradsync.replicas import Stateful, copy_training_state, hyperparameter_checksum, plain_name
 from gradsync.samedata import SameDataWatch
 from gradsync.settings import Settings
@@ -65,10 +66,12 @@ class Engine:
         sparse: Sequence[str] = (),
         scaler: torch.amp.GradScaler | None = None,
         schedules: Sequence[Stateful] = (),
+        recorder: Recording = SILENT,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.strategy = strategy
+        self.recorder = strategy.recorder = recorder
         self.comm = comm
         self.settings = settings
         self.scaler = scaler
@@ -119,6 +122,7 @@ class Engine:
     # -- hooks ----------------------------------------------------------------------------------------------------
 
     def _adopt_plan(self) -> None:
+        self.recorder.planned(self.plan.buckets)
         self.strategy.attach(self.plan, self.comm)
 
     def watch_incoming(self) -> None:
@@ -140,13 +144,20 @@ class Engine:
                 raise
 
     def _on_incoming(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        entered = self.recorder.now()
         factor = self._current_backward().incoming
+        self.recorder.hooked(entered)
         if factor == 1.0:
             return None
         # Out of place: autograd may have handed the same tensor to another parameter. See [Note: weight zero].
         return tuple(torch.zeros_like(grad) if factor == 0.0 else grad * factor for grad in grads)
 
     def _on_gradient(self, name: str) -> None:
+        entered = self.recorder.now()
+        self._take_gradient(name)
+        self.recorder.hooked(entered, name)
+
+    def _take_gradient(self, name: str) -> None:
         backward = self._current_backward()
         slot = self._planner.slots.get(name)
         if slot is None:  # frozen by now, and another backward was under way
@@ -176,6 +187,8 @@ class Engine:
             slot.collect(backward.factor if alone else None)
         slot.ready = True
         slot.bucket.missing -= 1
+        if not slot.bucket.missing:
+            self.recorder.ready(slot.bucket.index)
         if self._planner.ready_order is not None:
             self._planner.ready_order.append(name)
         self._launch(final=False)
@@ -209,6 +222,8 @@ class Engine:
             self._adopt_plan()
         if self._planner.follow_frozen(mid_window=self.window.num_backwards > 0):
             self._adopt_plan()
+        if not self.window.num_backwards and self._planner.follow_size(self.strategy.wanted_bucket_bytes):
+            self._adopt_plan()
         weight = self.comm.feed.batch_weight if self._said_weight is None else self._said_weight
         in_window = self.window.num_backwards + 1
         synchronizing = self._no_sync_depth == 0 and in_window >= self.settings.accumulate
@@ -222,6 +237,7 @@ class Engine:
 
     def _open(self, *, has_data: bool) -> None:
         self.comm.note(f"step {self.step}" if has_data else f"join, at step {self.step}", step=self.step)
+        self.recorder.opened(self.step, has_data=has_data)
         loss_scale = self._loss_scale()
         for bucket in self.plan.buckets:
             bucket.open()
@@ -239,6 +255,7 @@ class Engine:
             hyperparameters=hyperparameter_checksum(self.optimizer),
             loss_scale=self._loss_scale(),
             checksum=self._same_data.take_checksum(),
+            told=self.recorder.told(),
         )
 
     def _loss_scale(self) -> float:
@@ -294,6 +311,7 @@ class Engine:
     def _complete(self) -> Round:
         """Send what is left, wait, and leave every ``.grad`` the mean."""
         start_s = time.perf_counter()
+        self.recorder.ended_backward()
         self._launch(final=True)
         backward, round = self._backward, self.strategy.round(block=True)
         assert backward is not None and round is not None
@@ -309,10 +327,14 @@ class Engine:
             bucket.unseal()
         leader = (round.with_data or [0])[0]
         if round.buffers_changed:
+            entered = self.recorder.now()
             self._buffers.synchronize(
                 self.window.weight * self._per_weight(round.total_weight, round.num_backwards), leader
             )
+            self.recorder.spent(entered)
         self.exposed_s = time.perf_counter() - start_s
+        self._tell_wait()
+        self.recorder.ended_step(round.headers, weight=self.window.weight)
         self._tick()
         if len(round.with_data) < self.comm.world_size:
             self._uneven_leader = leader
@@ -324,6 +346,7 @@ class Engine:
     def _complete_alone(self) -> None:
         """Leave every ``.grad`` this rank's own mean over its backwards."""
         window = self.window
+        self.recorder.ended_backward()
         if window.num_backwards > 1 or window.weight == 0.0:  # else the mean is the gradient itself
             factor = window.unit * self._per_weight(window.weight, window.num_backwards)
             for bucket in self.plan.buckets:
@@ -333,7 +356,13 @@ class Engine:
                 self.strategy.on_sparse(self.plan.sparse, factor)
         self.strategy.after_backward()
         self.exposed_s = 0.0
+        self.recorder.ended_step((), weight=window.weight)
         self._tick()
+
+    def _tell_wait(self) -> None:
+        """Let a balancing loader know how long this backward waited; on other devices the host does not."""
+        self.comm.feed.waited_s += self.exposed_s
+        self.comm.feed.wait_unseen_on = next((b.device.type for b in self.plan.buckets if b.device.type != "cpu"), "")
 
     def _tick(self) -> None:
         self.step += 1

@@ -6,12 +6,25 @@ One mechanism for four problems: the sum of the weights, ranks at different step
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 
 from gradsync.comm.base import Communicator
 from gradsync.errors import OutOfStep
+
+
+class Told(NamedTuple):
+    """What a rank says of an earlier step of its own, so that the others can see whom they waited for."""
+
+    step: int  # -1: nothing to say
+    opened_us: float  # when its first gradient came, on rank 0's clock
+    begun_us: float  # when it began to reduce its last bucket
+    busy_us: float  # how long the step took it, without the time that it was stopped in collectives
+
+
+NOTHING_TOLD = Told(-1, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,19 +40,21 @@ class Header:
     hyperparameters: int = 0  # a checksum of the optimizer's: learning rates and the like
     loss_scale: float = 1.0  # GradScaler's
     checksum: float = 0.0  # of the gradients that it brought last time: equal ones mean that ranks read the same data
+    told: Told = NOTHING_TOLD
 
     def pack(self) -> torch.Tensor:
-        return torch.tensor([float(value) for value in astuple(self)], dtype=torch.float64)
+        *values, told = (getattr(self, name) for name in FIELDS)
+        return torch.tensor([*map(float, values), *map(float, told)], dtype=torch.float64)
 
     @staticmethod
     def unpack(values: list[float]) -> Header:
-        kinds = {"int": int, "float": float, "bool": bool}
-        return Header(
-            **{field.name: kinds[str(field.type)](value) for field, value in zip(FIELDS, values, strict=True)}
-        )
+        said = {name: kind(value) for (name, kind), value in zip(KINDS, values, strict=False)}
+        return Header(**said, told=Told(int(values[len(KINDS)]), *values[len(KINDS) + 1 :]))
 
 
-FIELDS = fields(Header)
+FIELDS = tuple(field.name for field in fields(Header))
+KINDS = tuple((f.name, {"int": int, "float": float, "bool": bool}[str(f.type)]) for f in fields(Header)[:-1])
+NUM_VALUES = len(KINDS) + len(NOTHING_TOLD)
 
 
 @dataclass(frozen=True)
@@ -104,7 +119,7 @@ class HeaderExchange:
 
     def __init__(self, header: Header, comm: Communicator) -> None:
         self._sent = header.pack()
-        self._received = torch.empty(comm.world_size, len(FIELDS), dtype=torch.float64)
+        self._received = torch.empty(comm.world_size, NUM_VALUES, dtype=torch.float64)
         self._work = comm.all_gather(self._sent, out=self._received)
         self._round: Round | None = None
 

@@ -75,6 +75,17 @@ class Planner:
         self.install(self._layout([*fresh, *known]))
         return True
 
+    def follow_size(self, bucket_bytes: int | None) -> bool:
+        """Plan anew, in the same order, when buckets shall be of another size."""
+        if bucket_bytes is None or bucket_bytes == self._bucket_bytes:
+            return False
+        self._bucket_bytes = bucket_bytes
+        layout = self._layout([name for names in self.plan.layout for name in names])
+        if layout == self.plan.layout:
+            return False
+        self.install(layout)
+        return True
+
     def follow_ready_order(self, leader: int) -> bool:
         """After the first round: lay the buckets out in the order in which the leader's gradients became ready."""
         if self.ready_order is None:

@@ -23,6 +23,7 @@ class StepGate:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._num_optimized = _num_parameters(engine.optimizer)
+        self._entered = 0  # when the optimizer's own step began, for the recorder
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         engine = self._engine
@@ -43,9 +44,14 @@ class StepGate:
         if closure is not None and engine.strategy.steps_itself:
             with torch.enable_grad():
                 closure = _already_run(closure())
-        if engine.strategy.before_step(engine.step) is not Verdict.APPLY:
+        entered = engine.recorder.now()
+        with engine.comm.feed.waiting():
+            verdict = engine.strategy.before_step(engine.step)
+        self._note_meeting(entered)
+        if verdict is not Verdict.APPLY:
             engine.drop_gradients()
             closure = None if closure is None else self._leaving_nothing(closure)
+        self._entered = engine.recorder.now()
         if closure is None:
             return None
         return ((args[0], closure, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closure})
@@ -54,7 +60,16 @@ class StepGate:
         engine = self._engine
         if engine.awaits_step:
             engine.awaits_step = False
-            engine.strategy.after_step(engine.step)
+            engine.recorder.optimized(self._entered)
+            entered = engine.recorder.now()
+            with engine.comm.feed.waiting():
+                engine.strategy.after_step(engine.step)
+            self._note_meeting(entered)
+
+    def _note_meeting(self, entered: int) -> None:
+        """Where gradients stay with their rank, a strategy talks to the others around the step, and nowhere else."""
+        if not self._engine.strategy.together:
+            self._engine.recorder.met(entered)
 
     def _leaving_nothing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure whose backward leaves no gradients behind."""

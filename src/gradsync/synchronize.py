@@ -20,6 +20,9 @@ from gradsync.buffers import BufferMode
 from gradsync.comm import Communicator, connect
 from gradsync.comm.objects import broadcast_object
 from gradsync.engine import Engine
+from gradsync.observers import announce
+from gradsync.profiling.recorder import Recorder
+from gradsync.profiling.start import start as start_recording
 from gradsync.replicas import check_agreement, copy_tensors, describe, plain_name
 from gradsync.scaling import ScalerGuard
 from gradsync.settings import Settings
@@ -108,13 +111,26 @@ def synchronize(
     check_agreement(own, describe(model, optimizer, agreed))
     copy_tensors(own, [*model.parameters(), *model.buffers()], src=0)
     schedules = [scheduler] if isinstance(scheduler, LRScheduler) else list(scheduler)
-    engine = Engine(model, optimizer, chosen, own, settings, sparse=sparse_names, scaler=scaler, schedules=schedules)
+    params = {plain_name(name): param for name, param in model.named_parameters()}
+    engine = Engine(
+        model,
+        optimizer,
+        chosen,
+        own,
+        settings,
+        sparse=sparse_names,
+        scaler=scaler,
+        schedules=schedules,
+        recorder=start_recording(own, params, strategy=spec.render(chosen), bucket_bytes=bucket_bytes),
+    )
     if _is_compiled_whole(model):
         log.info(
             "the model is compiled as a whole, so all its gradients come at the end of backward and nothing overlaps; "
             "compile it block by block to keep the overlap"
         )
-    return Synchronizer(engine, comm)
+    sync = Synchronizer(engine, comm)
+    announce(sync)
+    return sync
 
 
 class Synchronizer:
@@ -240,6 +256,9 @@ class Synchronizer:
         >>> stats = sync.stats()
         >>> stats["strategy"], stats["transport"], stats["bytes_per_step"]
         ('allreduce', 'solo', 0)
+
+        ``breakdown``: where the time of a step goes, by the mean of the last ones, in seconds that add up (see
+        docs/profiling.md). ``busy_s``: what each rank itself needed for a step; the ``straggler`` needed the most.
         """
         engine = self._engine
         return {
@@ -253,8 +272,25 @@ class Synchronizer:
             "codecs": engine.strategy.codecs(),
             "bytes_per_step": engine.strategy.bytes_per_step(),
             "exposed_s": engine.exposed_s,
+            **(engine.recorder.stats() if isinstance(engine.recorder, Recorder) else {}),
             **engine.strategy.stats(),
         }
+
+    @property
+    def record(self) -> Recorder:
+        """The notes of the last steps on this rank: see :class:`gradsync.profiling.Recorder`.
+
+        >>> import gradsync, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> with gradsync.synchronize(model, torch.optim.SGD(model.parameters(), lr=0.1)) as sync:
+        ...     model(torch.ones(1, 2)).sum().backward()
+        ...     [step.parts.waiting_s for step in sync.record.steps()]
+        [0.0]
+        """
+        recorder = self._engine.recorder
+        if not isinstance(recorder, Recorder):
+            raise ValueError("nothing is recorded here: set_recording(enabled=False) was said before synchronize().")
+        return recorder
 
     def state_dict(self) -> dict[str, Any]:
         """All that the synchronizer must have to go on bit for bit: clock, plan, strategy state, by parameter name.

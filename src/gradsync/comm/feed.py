@@ -1,6 +1,7 @@
 """What the data loader tells the synchronizers of its worker, so that weights and ``join`` need no line of the user's.
 
-One way: :func:`gradsync.shard` writes, engines read. The feed hangs on the communicator, because that is the one
+:func:`gradsync.shard` writes, engines read; the other way goes only how long they have waited for other ranks, so that
+a loader can tell a slow worker from one that waits. The feed hangs on the communicator, because that is the one
 object that the loader and the synchronizers of a worker already share.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -21,6 +23,8 @@ class Feed:
     def __init__(self) -> None:
         self.batch_weight = 1.0  # samples in the batch that was last handed out; 1 when no sharded loader runs
         self.said_weight: float | None = None  # what set_weight() said for the backward to come
+        self.waited_s = 0.0  # how long collectives have kept this worker from its work so far
+        self.wait_unseen_on = ""  # a device on which the host does not wait, and so can't tell; empty: none
         # Weakly: a model that is dropped without close() must not be kept by its data.
         self._joiners: list[Reference] = []
         self._companions: list[Reference] = []
@@ -34,6 +38,15 @@ class Feed:
     @weight.setter
     def weight(self, samples: float) -> None:
         self.batch_weight = float(samples)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the block as time in which this worker waits for others."""
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited_s += time.perf_counter() - start_s
 
     def subscribe(self, join: Callable[[], None]) -> Callable[[], None]:
         """Have ``join`` called at the end of this worker's data; returns what undoes it.

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
 
 from gradsync.bucket import Bucket
-from gradsync.comm.base import Communicator, Work
+from gradsync.comm.base import Communicator
+from gradsync.profiling.seam import SILENT, Recording
 from gradsync.reducers.base import Driver, Reducer
 
 POLL_S = 0.001  # while no bucket is ready: how often to look whether a collective has come back
@@ -25,8 +25,8 @@ class BackgroundDriver(Driver):
     stages come one after the other, before the next bucket's: nothing waits for a bucket that is not ready yet.
     """
 
-    def __init__(self, reducer: Reducer, comm: Communicator, num_buckets: int) -> None:
-        super().__init__(reducer, comm, num_buckets)
+    def __init__(self, reducer: Reducer, comm: Communicator, num_buckets: int, recorder: Recording = SILENT) -> None:
+        super().__init__(reducer, comm, num_buckets, recorder)
         self._num_buckets = num_buckets
         self._num_stages = reducer.stages(comm.world_size)
         self._arrivals: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
@@ -44,7 +44,9 @@ class BackgroundDriver(Driver):
 
     def drain(self) -> None:
         if self._thread is not None:
+            entered = self._recorder.now()
             self._thread.join()  # every collective that it waits for has a timeout
+            self._recorder.joined(entered)
             self._thread = None
         if self._error is not None:
             raise self._error
@@ -53,16 +55,17 @@ class BackgroundDriver(Driver):
         self._arrivals.put(None)
 
     def _run(self) -> None:
+        self._recorder.beside()
         try:
             for index in range(self._num_buckets):
                 bucket = self._await(index)
                 if bucket is None:
                     return
                 generator = self._reducer.reduce(bucket, self._comm)
-                work = next(generator)
+                work = self._resume(index, generator)
                 for _ in range(1, self._num_stages):
                     work.wait()
-                    work = next(generator)
+                    work = self._resume(index, generator)
                 self._running[index] = (generator, work)
             while self._running:
                 self._finish(next(iter(self._running)))
@@ -84,18 +87,10 @@ class BackgroundDriver(Driver):
             self._ready[bucket.index] = bucket
         return self._ready[index]
 
-    def _finish(self, index: int) -> None:
-        generator, work = self._running.pop(index)
-        _exhaust(generator, work)
 
-
-def _exhaust(generator: Iterator[Work], work: Work) -> None:
-    work.wait()
-    rest = next(generator, None)
-    assert rest is None, "a reducer yields num_stages collectives"
-
-
-def drive(reducer: Reducer, comm: Communicator, num_buckets: int, *, on_cpu: bool) -> Driver:
+def drive(
+    reducer: Reducer, comm: Communicator, num_buckets: int, *, on_cpu: bool, recorder: Recording = SILENT
+) -> Driver:
     """A driver with a thread where that pays: on CUDA the stream waits, and one stage is started by the hooks."""
     kind = BackgroundDriver if on_cpu and reducer.stages(comm.world_size) > 1 and comm.world_size > 1 else Driver
-    return kind(reducer, comm, num_buckets)
+    return kind(reducer, comm, num_buckets, recorder)

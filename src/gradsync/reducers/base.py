@@ -18,6 +18,7 @@ from torch import Tensor
 from gradsync import spec
 from gradsync.bucket import BUCKET_BYTES, Bucket, BucketPlan, Slot
 from gradsync.comm.base import Communicator, Work
+from gradsync.profiling.seam import SILENT, Recording
 
 
 class Reducer(abc.ABC):
@@ -53,6 +54,10 @@ class Reducer(abc.ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """What must survive a restart, keyed by parameter name; what is this rank's alone under the key "own"."""
+        return {}
+
+    def unsent(self) -> dict[str, Tensor]:
+        """What this rank still owes the others, by parameter name and in its shape. To be read before the next step."""
         return {}
 
     def codecs(self) -> dict[str, str]:
@@ -93,9 +98,10 @@ def _added_up(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 class Driver:
     """Walks the (bucket, stage) pairs of one backward in their fixed order, as far as it can without blocking."""
 
-    def __init__(self, reducer: Reducer, comm: Communicator, num_buckets: int) -> None:
+    def __init__(self, reducer: Reducer, comm: Communicator, num_buckets: int, recorder: Recording = SILENT) -> None:
         self._reducer = reducer
         self._comm = comm
+        self._recorder = recorder
         num_stages = reducer.stages(comm.world_size)
         pairs = [(bucket, stage) for bucket in range(num_buckets) for stage in range(num_stages)]
         self._sequence = sorted(pairs, key=lambda pair: (pair[0] + pair[1], pair[1]))
@@ -119,11 +125,8 @@ class Driver:
             started = self._start(block=True)
             assert started, "drain() comes after every bucket was added"
             self._next += 1
-        for generator, work in self._running.values():
-            work.wait()
-            rest = next(generator, None)  # what stands behind the last yield
-            assert rest is None, "a reducer yields num_stages collectives"
-        self._running.clear()
+        for index in list(self._running):
+            self._finish(index)
 
     def abandon(self) -> None:
         """The backward will not come to its end: let go."""
@@ -140,5 +143,21 @@ class Driver:
             if not block and not work.done():
                 return False
             work.wait()
-        self._running[index] = (generator, next(generator))
+        self._running[index] = (generator, self._resume(index, generator))
         return True
+
+    def _resume(self, index: int, generator: Iterator[Work]) -> Work:
+        """Let a bucket's reducer go on to its next collective."""
+        self._recorder.resume(index)
+        work = next(generator)
+        self._recorder.pause()
+        return work
+
+    def _finish(self, index: int) -> None:
+        """Wait for a bucket's last collective, and do what stands behind its last yield."""
+        generator, work = self._running.pop(index)
+        work.wait()
+        self._recorder.resume(index)
+        rest = next(generator, None)
+        self._recorder.pause()
+        assert rest is None, "a reducer yields num_stages collectives"

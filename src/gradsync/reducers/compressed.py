@@ -121,6 +121,11 @@ class Compressed(Reducer):
     def stages(self, world_size: int) -> int:
         return 1 if world_size == 2 else self.num_stages
 
+    @property
+    def sums_as(self) -> torch.dtype | None:
+        """What payloads are added up as on the way, by an all-reduce; None: they are exchanged."""
+        return self._sums_as
+
     def reduce(self, bucket: Bucket, comm: Communicator) -> Iterator[Work]:
         if comm.world_size == 1:  # nobody to send to, so nothing to leave out
             yield from [Finished()] * self.stages(comm.world_size)
@@ -241,6 +246,10 @@ class Compressed(Reducer):
         if world_size == 2:
             return wire.shards.row_bytes
         return 2 * (world_size - 1) * wire.shards.row_bytes
+
+    def unsent(self) -> dict[str, Tensor]:
+        owed = self._feedback.memories.get("residuals")
+        return {} if owed is None else {name: self.slots[name].shaped(flat) for name, flat in owed.now.items()}
 
     # -- what must survive a restart ------------------------------------------------------------------------------
 

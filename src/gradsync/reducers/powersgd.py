@@ -308,18 +308,22 @@ class PowerSGD(Reducer):
         self._saved = self._collect()
         self._desks.clear()
 
+    def unsent(self) -> dict[str, Tensor]:
+        found = dict(self._saved["residuals"])
+        for desk in self._desks.values():
+            if self.feedback and desk.layout.matrices:
+                residuals = desk.maths.residuals(desk.kept)
+                for matrix in desk.layout.matrices:
+                    found[matrix.slot.name] = matrix.slot.shaped(_part(residuals, matrix.start, matrix.numel))
+        return found
+
     def _collect(self) -> dict[str, dict[str, Tensor]]:
         """Copies of all there is, by kind and parameter name."""
         found = {kind: dict(tensors) for kind, tensors in self._saved.items()}
+        found["residuals"] = {name: owed.clone() for name, owed in self.unsent().items()}
         for desk in self._desks.values():
-            if not desk.layout.matrices:
-                continue
-            residuals = desk.maths.residuals(desk.kept)
             for matrix in desk.layout.matrices:
                 slot = matrix.slot
-                if self.feedback:
-                    own = _part(residuals, matrix.start, matrix.numel)
-                    found["residuals"][slot.name] = slot.shaped(own).clone()
                 right = _part(desk.right, matrix.rights, self.rank * matrix.cols)
                 found["right"][slot.name] = right.view(self.rank, -1).clone()
                 if self.alternating:

@@ -60,6 +60,7 @@ class AllReduce(Strategy):
         super().attach(plan, comm)
         self.reads_fresh_gradients = self.reducer.reads_fresh_gradients and comm.world_size > 1
         self.reducer.attach(plan, comm)
+        self._watched = self.recorder.watch(comm)
 
     def close(self) -> None:
         if self._driver is not None:
@@ -68,9 +69,10 @@ class AllReduce(Strategy):
 
     def open(self, header: Header) -> None:
         self.close()
-        self._exchange = HeaderExchange(header, self.comm)
+        self._exchange = HeaderExchange(header, self._watched)
         on_cpu = all(bucket.device.type == "cpu" for bucket in self.plan.buckets)
-        self._driver = drive(self.reducer, self.comm, len(self.plan.buckets), on_cpu=on_cpu)
+        num_buckets = len(self.plan.buckets)
+        self._driver = drive(self.reducer, self._watched, num_buckets, on_cpu=on_cpu, recorder=self.recorder)
 
     def round(self, *, block: bool) -> Round | None:
         assert self._exchange is not None, "open() comes first"
@@ -87,7 +89,7 @@ class AllReduce(Strategy):
     def on_sparse(self, slots: Sequence[SparseSlot], factor: float) -> None:
         assert self._driver is not None, "open() comes first"
         self._driver.drain()  # its collectives and these must come in one order on all ranks
-        sum_sparse(slots, factor, self.comm)
+        sum_sparse(slots, factor, self._watched)
 
     def after_backward(self) -> None:
         assert self._driver is not None, "open() comes first"

@@ -11,6 +11,7 @@ from gradsync import spec
 from gradsync.bucket import BUCKET_BYTES, Bucket, BucketPlan, SparseSlot
 from gradsync.comm.base import Communicator
 from gradsync.header import Header, Round
+from gradsync.profiling.seam import SILENT, Recording
 from gradsync.training import Training
 
 
@@ -42,7 +43,9 @@ class Strategy(abc.ABC):
     together: bool = True
     steps_itself: bool = False  # before_step() reads the gradients: so a closure of optimizer.step() is run before it
     bucket_bytes: int = BUCKET_BYTES  # how large it likes its buckets, unless the user says
+    wanted_bucket_bytes: int | None = None  # once said, on all ranks after the same step, they are made this large
     reads_fresh_gradients: bool = False  # where autograd put them, by `slot.source`; else they are in the bucket
+    recorder: Recording = SILENT  # whom to tell what happens when
 
     def __init__(self) -> None:
         self.plan: BucketPlan

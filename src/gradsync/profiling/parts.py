@@ -1,0 +1,197 @@
+"""From a rank's raw notes to a record: what was on the critical path, and of what was stopped, why.
+
+A rank is stopped in a collective. Until the last of all ranks has come to it, that is *waiting*; from then on it is the
+*wire*. So all that is needed of the others is when each came to each collective.
+
+[Note: beside] Where a thread reduces beside the one that trains, the latter only waits for it at the end of backward.
+What the step was stopped for is then what the other thread did meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradsync.profiling.raw import CALL, DECODE, ENCODE, JOIN, MEETING, OTHER, WAIT, Plan, RawSpan, RawStep
+from gradsync.profiling.record import Breakdown, BucketRecord, Span, StepRecord
+
+NS = 1e-9
+
+
+def told_starts(raw: RawStep, rank: int, offset_ns: int) -> list[int]:
+    """When the last of all ranks came to each collective, on this rank's clock, by what the ranks told each other.
+
+    They tell two marks: when they opened the step, and when they began their last bucket. How late the latest rank was
+    at those is carried over to the collectives in between.
+    """
+    own = [op.called for op in raw.ops]
+    if not raw.heard or len(raw.heard) == 1:
+        return own
+    first_us, last_us = raw.heard[rank].opened_us, raw.heard[rank].begun_us
+    late_first = max(0.0, max(told.opened_us for told in raw.heard) - first_us) * 1e3
+    late_last = max(0.0, max(told.begun_us for told in raw.heard) - last_us) * 1e3
+    start, width = first_us * 1e3 - offset_ns, max(1.0, (last_us - first_us) * 1e3)
+    starts, seen = [], set()
+    for op in raw.ops:
+        if op.bucket in seen and op.bucket >= 0:  # a later stage: it follows from a collective in which all have met
+            starts.append(op.called)
+            continue
+        seen.add(op.bucket)
+        place = min(1.0, max(0.0, (op.called - start) / width))
+        starts.append(op.called + int(late_first + (late_last - late_first) * place))
+    return starts
+
+
+def last_begun(raw: RawStep) -> int:
+    """When this rank began to reduce its last bucket."""
+    last = max((op.bucket for op in raw.ops), default=-1)
+    return next((op.called for op in raw.ops if op.bucket == last >= 0), raw.opened)
+
+
+class _Stops:
+    """What the thread that trains stood still for, part by part."""
+
+    def __init__(self, raw: RawStep, all_called: Sequence[int]) -> None:
+        self._raw = raw
+        self._all_called = all_called
+        self.ns = {"encode": 0, "decode": 0, "waiting": 0, "wire": 0}
+        self.of_bucket: dict[int, int] = {}  # waiting and wire
+        self.stopped: list[tuple[int, int, int]] = []  # (bucket, start, end)
+        others = [span for span in raw.spans if not span[4]]
+        for span in raw.spans:
+            kind, _, start, end, trains = span
+            if not trains:
+                continue
+            if kind != JOIN:
+                self._add(span, start, end)
+                continue
+            for beside in others:  # [Note: beside]
+                since, until = max(start, beside[2]), min(end, beside[3])
+                if since < until:
+                    self._add(beside, since, until)
+
+    def _add(self, span: RawSpan, start: int, end: int) -> None:
+        kind, index = span[0], span[1]
+        if kind == ENCODE:
+            self.ns["encode"] += end - start
+        elif kind == DECODE:
+            self.ns["decode"] += end - start
+        elif kind in (OTHER, MEETING):
+            self.ns["wire"] += end - start
+        else:
+            assert kind in (CALL, WAIT), "a thread beside joins nobody"
+            waiting = min(max(0, self._all_called[index] - start), end - start)
+            self.ns["waiting"] += waiting
+            self.ns["wire"] += end - start - waiting
+            bucket = self._raw.ops[index].bucket
+            self.of_bucket[bucket] = self.of_bucket.get(bucket, 0) + end - start
+            self.stopped.append((bucket, start, end))
+
+
+def build(
+    raw: RawStep, all_called: Sequence[int], plans: Sequence[Plan], *, rank: int, offset_ns: int = 0
+) -> StepRecord:
+    """The record of one step on one rank. ``all_called``: when the last rank came to each collective, on its clock."""
+    stops = _Stops(raw, all_called)
+    ns = stops.ns
+    step_ns = raw.end - raw.start
+    # But for meetings all spans lie in hooks of gradients or in what follows the last one: what is left of those is the
+    # engine's own.
+    meeting_ns = sum(end - start for kind, _, start, end, _ in raw.spans if kind == MEETING)
+    inside_ns = raw.hook_ns + meeting_ns + (raw.end - raw.backward if raw.backward else 0)
+    pack_ns = max(0, inside_ns - sum(ns.values()))
+    compute_ns = max(0, step_ns - pack_ns - sum(ns.values()))
+    parts = Breakdown(
+        compute_s=compute_ns * NS, pack_s=pack_ns * NS, **{f"{name}_s": value * NS for name, value in ns.items()}
+    )
+    plan = plans[raw.plan] if 0 <= raw.plan < len(plans) else []
+    sizes = [num_bytes for num_bytes, _ in plan]
+    return StepRecord(
+        step=raw.step,
+        rank=rank,
+        began_s=(raw.start + offset_ns) * NS,
+        step_s=step_ns * NS,
+        parts=parts,
+        optimizer_s=(raw.optimizer[1] - raw.optimizer[0]) * NS,
+        opened_s=(raw.opened - raw.start) * NS,
+        backward_s=(raw.backward - raw.start) * NS,
+        sent_bytes=sum(op.num_bytes for op in raw.ops),
+        weight=raw.weight,
+        has_data=raw.has_data,
+        staleness=raw.staleness,
+        buckets=_buckets(raw, all_called, sizes, stops),
+        spans=_spans(raw, stops),
+        gradients=tuple((name, (when - raw.start) * NS) for name, when in raw.gradients),
+    )
+
+
+def _buckets(raw: RawStep, all_called: Sequence[int], sizes: Sequence[int], stops: _Stops) -> tuple[BucketRecord, ...]:
+    ready = dict(raw.ready)
+    work = {kind: _total_by_bucket(raw, kind) for kind in (ENCODE, DECODE)}
+    ends = {span[1]: span[3] for span in raw.spans if span[0] == DECODE}
+    free = _free_since(raw)
+    records = []
+    for index, num_bytes in enumerate(sizes):
+        ops = [op for op in raw.ops if op.bucket == index]
+        filled = ready.get(index, raw.backward)  # one with an unused parameter is filled at the end
+        called = ops[0].called if ops else filled  # alone a rank sends nothing
+        all_there = max(called, all_called[ops[0].index]) if ops else called
+        begins = [max(op.called, all_called[op.index], free[op.index]) for op in ops]
+        over = [op.done or raw.end for op in ops]
+        records.append(
+            BucketRecord(
+                index=index,
+                num_bytes=num_bytes,
+                sent_bytes=sum(op.num_bytes for op in ops),
+                ready_s=(min(filled, called) - raw.start) * NS,
+                started_s=(called - raw.start) * NS,
+                all_started_s=(all_there - raw.start) * NS,
+                done_s=(max([called, *over[-1:], ends.get(index, 0)]) - raw.start) * NS,
+                encode_s=work[ENCODE].get(index, 0) * NS,
+                decode_s=work[DECODE].get(index, 0) * NS,
+                waiting_s=sum(max(0, all_called[op.index] - op.called) for op in ops) * NS,
+                wire_s=sum(max(0, end - begin) for begin, end in zip(begins, over, strict=True)) * NS,
+                exposed_s=stops.of_bucket.get(index, 0) * NS,
+                seen=bool(ops) and ops[-1].seen,
+            )
+        )
+    return tuple(records)
+
+
+def _free_since(raw: RawStep) -> list[int]:
+    """For each collective, when the one before it was over, if that was seen: they share the wire."""
+    free, before = [], 0
+    for op in raw.ops:
+        free.append(before)
+        before = max(before, op.done if op.seen else 0)
+    return free
+
+
+def _total_by_bucket(raw: RawStep, kind: int) -> dict[int, int]:
+    total: dict[int, int] = {}
+    for span in raw.spans:
+        if span[0] == kind:
+            total[span[1]] = total.get(span[1], 0) + span[3] - span[2]
+    return total
+
+
+def _spans(raw: RawStep, stops: _Stops) -> tuple[Span, ...]:
+    def span(kind: str, start: int, end: int, bucket: int = -1, name: str = "", main: bool = True) -> Span:
+        return Span(
+            kind=kind,
+            start_s=(start - raw.start) * NS,
+            end_s=(end - raw.start) * NS,
+            bucket=bucket,
+            name=name,
+            main=main,
+        )
+
+    begin, end = raw.optimizer
+    spans = [span("optimizer", begin, end)] if end else []
+    if raw.opened:
+        spans.append(span("forward", max(raw.start, end), raw.opened))
+        spans.append(span("backward", raw.opened, raw.backward))
+    for kind, name in ((ENCODE, "encode"), (DECODE, "decode")):
+        spans += [span(name, s[2], s[3], s[1], main=s[4]) for s in raw.spans if s[0] == kind]
+    spans += [span("stopped", since, until, bucket) for bucket, since, until in stops.stopped if until - since > 50_000]
+    spans += [span("collective", op.called, op.done or raw.end, op.bucket, op.name, main=False) for op in raw.ops]
+    return tuple(spans)

@@ -1,0 +1,113 @@
+"""A communicator that notes when each collective began, who waited for it and when it was over. It adds none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gradsync.comm.base import Communicator, Finished, ReduceOp, Work
+from gradsync.comm.lifeline import Lifeline
+from gradsync.profiling.raw import Op
+
+if TYPE_CHECKING:
+    from gradsync.profiling.recorder import Recorder
+
+
+class Watched(Communicator):
+    """Wraps a communicator for a strategy: everything is done by ``inner``."""
+
+    def __init__(self, inner: Communicator, recorder: Recorder) -> None:
+        super().__init__(inner.rank, inner.world_size, timeout_s=inner.timeout_s, feed=inner.feed)
+        self.inner = inner
+        self.transport = inner.transport
+        self.why = inner.why
+        self._recorder = recorder
+        self._may_ask = inner.transport == "c10d"  # elsewhere to ask is to move on, and takes its time
+        others, ranks = inner.world_size - 1, inner.world_size
+        self._shares = {  # what a rank sends at the least, in parts of the tensor that it gives
+            "all_reduce": (2 * others, ranks),
+            "all_gather": (others, 1),
+            "reduce_scatter": (others, ranks),
+            "all_to_all": (others, ranks),
+            "broadcast": (others, ranks),  # only the source sends, and others may pass it on: on the average
+        }
+
+    def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
+        begun = self._begin("all_reduce", tensor)
+        return self._started(begun, self.inner.all_reduce(tensor, op=op))
+
+    def all_gather(self, tensor: Tensor, *, out: Tensor) -> Work:
+        begun = self._begin("all_gather", tensor)
+        return self._started(begun, self.inner.all_gather(tensor, out=out))
+
+    def reduce_scatter(self, tensor: Tensor, *, out: Tensor, op: ReduceOp = "sum") -> Work:
+        begun = self._begin("reduce_scatter", tensor)
+        return self._started(begun, self.inner.reduce_scatter(tensor, out=out, op=op))
+
+    def all_to_all(self, tensor: Tensor, *, out: Tensor) -> Work:
+        begun = self._begin("all_to_all", tensor)
+        return self._started(begun, self.inner.all_to_all(tensor, out=out))
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
+        begun = self._begin("broadcast", tensor)
+        return self._started(begun, self.inner.broadcast(tensor, src))
+
+    def _begin(self, name: str, tensor: Tensor) -> Op:
+        times, parts = self._shares[name]
+        return self._recorder.begin(name, tensor.nbytes * times // parts)
+
+    def _started(self, op: Op, work: Work) -> Work:
+        self._recorder.begun(op, work, finished=isinstance(work, Finished), may_ask=self._may_ask)
+        return WatchedWork(work, op, self._recorder)
+
+    # -- what is not noted ----------------------------------------------------------------------------------------
+
+    def send(self, tensor: Tensor, dst: int) -> Work:
+        return self.inner.send(tensor, dst)
+
+    def recv(self, tensor: Tensor, src: int) -> Work:
+        return self.inner.recv(tensor, src)
+
+    def barrier(self) -> None:
+        self.inner.barrier()
+
+    def split(self, ranks: Sequence[int]) -> Communicator | None:
+        return self.inner.split(ranks)
+
+    @property
+    def lifeline(self) -> Lifeline | None:
+        return self.inner.lifeline
+
+    def note(self, place: str, *, step: int | None = None) -> None:
+        self.inner.note(place, step=step)
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.inner.allocate(numel, dtype, device)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class WatchedWork(Work):
+    """A work under way, and the note that is taken of it."""
+
+    def __init__(self, inner: Work, op: Op, recorder: Recorder) -> None:
+        self._inner = inner
+        self._op = op
+        self._recorder = recorder
+
+    def wait(self) -> None:
+        recorder = self._recorder
+        entered = recorder.now()
+        self._inner.wait()
+        recorder.waited(self._op, entered)
+
+    def done(self) -> bool:
+        recorder = self._recorder
+        entered = recorder.now()
+        is_done = self._inner.done()  # where nothing runs by itself, asking moves it on: that takes its time too
+        recorder.asked(self._op, entered, is_done=is_done)
+        return is_done

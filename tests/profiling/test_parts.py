@@ -1,0 +1,142 @@
+"""From notes to records: what was planted is what comes out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gradsync.header import Told
+from gradsync.profiling import Breakdown, StepRecord, load, typical
+from gradsync.profiling.parts import build, told_starts
+from gradsync.profiling.raw import DECODE, ENCODE, JOIN, MEETING, WAIT, Op, RawStep
+from tests.profiling.notes import MS, PLAN, a_step, write_rank, write_run
+
+
+def parts_ms(parts: Breakdown) -> dict[str, float]:
+    names = ("compute", "pack", "encode", "decode", "waiting", "wire")
+    return {name: round(getattr(parts, f"{name}_s") * 1e3, 6) for name in names}
+
+
+@pytest.mark.parametrize(("late_ms", "wire_ms"), [(0, 30), (40, 30), (40, 3), (200, 300)])
+def test_waiting_is_told_from_wire(tmp_path: Path, late_ms: int, wire_ms: int) -> None:
+    run = load(write_run(tmp_path, late_ms=late_ms, wire_ms=wire_ms))
+    quick, slow = (parts_ms(run.steps(rank)[3].parts) for rank in range(2))
+    assert quick == {"compute": 60, "pack": 2, "encode": 0, "decode": 0, "waiting": late_ms, "wire": wire_ms}
+    assert slow == {"compute": 60 + late_ms, "pack": 2, "encode": 0, "decode": 0, "waiting": 0, "wire": wire_ms}
+
+
+def test_a_codec_on_the_critical_path_is_no_wire(tmp_path: Path) -> None:
+    run = load(write_run(tmp_path, late_ms=10, codec=True))
+    assert parts_ms(run.steps(0)[0].parts) == {
+        "compute": 60,
+        "pack": 2,
+        "encode": 3,
+        "decode": 4,
+        "waiting": 10,
+        "wire": 30,
+    }
+
+
+def test_the_parts_add_up_to_the_step(tmp_path: Path) -> None:
+    run = load(write_run(tmp_path, late_ms=25, codec=True))
+    for rank in range(2):
+        for step in run.steps(rank):
+            assert step.parts.step_s == pytest.approx(step.step_s, rel=1e-9)
+
+
+def test_a_bucket_knows_what_it_waited_for(tmp_path: Path) -> None:
+    first, second = load(write_run(tmp_path, late_ms=40)).steps(0)[2].buckets
+    assert (first.num_bytes, first.sent_bytes) == (4_000_000, 4_000_000)
+    assert first.ready_s == pytest.approx(0.050)
+    assert first.started_s == pytest.approx(0.062)
+    assert first.all_started_s == pytest.approx(0.102)
+    assert first.done_s == pytest.approx(0.112)
+    assert first.waiting_s == pytest.approx(0.040)
+    assert first.wire_s == pytest.approx(0.010)
+    assert first.exposed_s == pytest.approx(0.050)
+    assert second.wire_s == pytest.approx(0.020)  # from where the first was over: they share the wire
+    assert second.exposed_s == pytest.approx(0.020)
+
+
+def test_a_clock_that_is_ahead_is_set_right(tmp_path: Path) -> None:
+    ahead_ms = 3_600_000
+    write_rank(tmp_path, 0, [a_step(n, 0, late_ms=40) for n in range(8)], error_ms=2)
+    ahead = [a_step(n, 1, late_ms=40, ahead_ms=ahead_ms) for n in range(8)]
+    write_rank(tmp_path, 1, ahead, offset_ms=-ahead_ms, error_ms=2)
+    run = load(tmp_path)
+    quick, slow = run.steps(0)[3], run.steps(1)[3]
+    assert parts_ms(quick.parts)["waiting"] == 40
+    assert parts_ms(slow.parts)["waiting"] == 0
+    assert quick.began_s == pytest.approx(slow.began_s)
+
+
+def test_a_clock_that_was_measured_badly_is_held_within_what_is_possible(tmp_path: Path) -> None:
+    """Rank 1's clock is an hour ahead; it was measured to be, but not quite."""
+    ahead_ms = 3_600_000
+    write_rank(tmp_path, 0, [a_step(n, 0, late_ms=40) for n in range(8)], error_ms=90)
+    write_rank(
+        tmp_path,
+        1,
+        [a_step(n, 1, late_ms=40, ahead_ms=ahead_ms) for n in range(8)],
+        offset_ms=-ahead_ms - 80,  # 80 ms wrong: more than the collectives allow
+        error_ms=90,
+    )
+    parts = parts_ms(load(tmp_path).steps(0)[3].parts)
+    # What narrows it down is that rank 1 was done after rank 0 had come, by 70 ms at the least; 30 ms of it are wire.
+    assert parts["waiting"] + parts["wire"] == pytest.approx(70)
+    assert 0 <= parts["waiting"] <= 70
+
+
+def test_the_thread_beside_says_what_the_step_was_stopped_for() -> None:
+    raw = RawStep(0)
+    raw.step, raw.opened, raw.backward, raw.end = 0, 10 * MS, 60 * MS, 100 * MS
+    raw.ops = [Op(0, 0, "all_to_all", 10, 50 * MS, done=80 * MS, seen=True)]
+    raw.spans = [
+        (ENCODE, 0, 40 * MS, 50 * MS, False),  # hidden behind backward
+        (WAIT, 0, 50 * MS, 80 * MS, False),  # 20 ms of it after backward
+        (DECODE, 0, 80 * MS, 95 * MS, False),
+        (JOIN, -1, 60 * MS, 98 * MS, True),
+    ]
+    parts = parts_ms(build(raw, [65 * MS], [PLAN], rank=0).parts)
+    assert parts == {"compute": 60, "pack": 5, "encode": 0, "decode": 15, "waiting": 5, "wire": 15}
+
+
+def test_a_meeting_around_the_optimizers_step_is_exposed() -> None:
+    raw = RawStep(0)
+    raw.step, raw.opened, raw.backward, raw.end = 0, 50 * MS, 99 * MS, 100 * MS
+    raw.spans = [(MEETING, -1, 10 * MS, 30 * MS, True)]
+    parts = parts_ms(build(raw, [], [PLAN], rank=0).parts)
+    assert parts == {"compute": 79, "pack": 1, "encode": 0, "decode": 0, "waiting": 0, "wire": 20}
+
+
+def test_what_the_ranks_tell_each_other_is_enough_to_tell_waiting_from_wire() -> None:
+    raws = [a_step(5, rank, late_ms=40) for rank in range(2)]
+    heard = [Told(5, raw.opened / 1e3, raw.ops[1].called / 1e3, 62_000.0) for raw in raws]
+    for raw in raws:
+        raw.heard = heard
+    quick = build(raws[0], told_starts(raws[0], 0, 0), [PLAN], rank=0)
+    assert parts_ms(quick.parts) | {"pack": 2} == {
+        "compute": 60,
+        "pack": 2,
+        "encode": 0,
+        "decode": 0,
+        "waiting": 40,
+        "wire": 30,
+    }
+    slow = build(raws[1], told_starts(raws[1], 1, 0), [PLAN], rank=1)
+    assert parts_ms(slow.parts)["waiting"] == 0
+
+
+def test_a_step_that_something_else_held_up_is_not_typical() -> None:
+    parts = Breakdown(compute_s=0.1)
+    steps = [StepRecord(step=n, rank=0, began_s=0.0, step_s=10.0 if n == 7 else 0.1, parts=parts) for n in range(10)]
+    assert [step.step for step in typical(steps)] == [2, 3, 4, 5, 6, 8, 9]
+    assert [step.step for step in typical(steps[:2])] == [0, 1]  # better than nothing
+    assert typical([]) == []
+
+
+def test_a_record_survives_json(tmp_path: Path) -> None:
+    record = load(write_run(tmp_path)).steps(1)[4]
+    assert record.gradients[0][0] == "head.bias"
+    assert StepRecord.from_dict(record.as_dict()) == record

@@ -1,0 +1,290 @@
+"""The recorder under a real engine: what it sees, what it costs in collectives, whom it tells."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradsync
+from gradsync.comm import Communicator, run_ranks
+from gradsync.comm.threads import Threads
+from gradsync.profiling import Breakdown, StepRecord, load, set_recording
+from gradsync.profiling.clocks import same_clock
+from gradsync.profiling.recorder import Recorder
+from gradsync.profiling.start import StepsDone
+
+STRATEGIES = ("allreduce", "allreduce(codec=int8)", "allreduce(reducer=powersgd(rank=1))", "allreduce(codec=fp16)")
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    yield
+    set_recording()
+
+
+def train(
+    comm: Communicator,
+    strategy: str = "allreduce",
+    *,
+    steps: int = 6,
+    before: Callable[[int], None] = lambda step: None,
+    watch: Callable[[gradsync.Synchronizer], None] = lambda sync: None,
+    **options: Any,
+) -> gradsync.Synchronizer:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(48, 48) for _ in range(6)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"bucket_bytes": 20_000, "first_bucket_bytes": 10_000} | options
+    sync = gradsync.synchronize(model, optimizer, strategy, comm=comm, **options)
+    watch(sync)
+    data = torch.Generator().manual_seed(comm.rank)
+    for step in range(steps):
+        optimizer.zero_grad()
+        before(step)
+        model(torch.randn(4, 48, generator=data)).square().mean().backward()
+        optimizer.step()
+    return sync
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_step_is_recorded_and_its_parts_add_up(strategy: str, world_size: int) -> None:
+    def work(comm: Communicator) -> tuple[list[StepRecord], int, int]:
+        sync = train(comm, strategy)
+        stats = sync.stats()
+        return sync.record.steps(), stats["bytes_per_step"], len(stats["bucket_bytes"])
+
+    for rank, (steps, bytes_per_step, num_buckets) in enumerate(run_ranks(world_size, work)):
+        assert [step.step for step in steps] == list(range(6 if world_size == 1 else 5))  # the last is not told yet
+        for before, step in itertools.pairwise(steps):
+            assert before.began_s + before.step_s == pytest.approx(step.began_s, abs=1e-9)  # no gap
+        for step in steps[2:]:
+            assert step.rank == rank
+            assert step.parts.step_s == pytest.approx(step.step_s, rel=1e-6)
+            assert all(value >= 0.0 for value in vars_of(step.parts).values())
+            assert 0.0 < step.optimizer_s < step.opened_s <= step.backward_s <= step.step_s
+            assert len(step.buckets) == num_buckets
+            header_bytes = 13 * 8 * (world_size - 1)
+            assert abs(step.sent_bytes - header_bytes - bytes_per_step) <= 2 * num_buckets  # rounded in other places
+            for bucket in step.buckets:
+                assert 0.0 <= bucket.ready_s <= bucket.started_s <= bucket.all_started_s
+                assert bucket.started_s <= bucket.done_s <= step.step_s
+
+
+def vars_of(parts: Breakdown) -> dict[str, float]:
+    return {name: getattr(parts, f"{name}_s") for name in ("compute", "pack", "encode", "decode", "waiting", "wire")}
+
+
+def test_encoding_and_decoding_are_seen_where_there_is_a_codec() -> None:
+    def work(comm: Communicator, strategy: str) -> list[StepRecord]:
+        return train(comm, strategy).record.steps()[2:]
+
+    for world_size in (2, 3):  # in hooks, and in a thread beside
+        for steps in run_ranks(world_size, lambda comm: work(comm, "allreduce(codec=int8)")):
+            assert all(bucket.encode_s > 0.0 and bucket.decode_s > 0.0 for step in steps for bucket in step.buckets)
+            beside = any(span.kind == "encode" and not span.main for step in steps for span in step.spans)
+            assert beside == (world_size == 3)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[:2])
+def test_recording_adds_no_collective_to_a_step(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Counter[str] = Counter()
+    lock = threading.Lock()
+    names = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "send", "recv", "barrier")
+
+    def counted(name: str) -> Callable[..., Any]:
+        original = getattr(Threads, name)
+
+        def call(self: Threads, *args: Any, **kwargs: Any) -> Any:
+            with lock:
+                calls[name] += 1
+            return original(self, *args, **kwargs)
+
+        return call
+
+    for name in names:
+        monkeypatch.setattr(Threads, name, counted(name))
+
+    def per_step(*, enabled: bool) -> Counter[str]:
+        set_recording(enabled=enabled)
+        counts = []
+        for steps in (4, 9):
+            calls.clear()
+            run_ranks(2, lambda comm, steps=steps: train(comm, strategy, steps=steps).close())
+            counts.append(Counter(calls))
+        return counts[1] - counts[0]
+
+    silent, recorded = per_step(enabled=False), per_step(enabled=True)
+    assert silent == recorded
+    assert silent["all_gather"] >= 10  # five headers on two ranks: something was counted
+
+
+def test_the_rank_that_is_late_is_found_by_the_others() -> None:
+    """Rank 1 sleeps; sleeping takes at least so long, so whatever else the machine does, rank 1 is the slowest."""
+
+    def work(comm: Communicator) -> dict[str, Any]:
+        return train(comm, steps=9, before=lambda step: time.sleep(0.05) if comm.rank == 1 else None).stats()
+
+    quick, slow = run_ranks(2, work)
+    assert quick["straggler"] == slow["straggler"] == 1
+    assert quick["busy_s"] == slow["busy_s"]
+    assert quick["breakdown"]["waiting_s"] > slow["breakdown"]["waiting_s"]
+    assert slow["breakdown"]["compute_s"] >= 0.05
+    assert sum(value for name, value in quick["breakdown"].items() if name != "step_s") == pytest.approx(
+        quick["breakdown"]["step_s"]
+    )
+
+
+def test_a_listener_hears_of_every_step_until_it_is_taken_off() -> None:
+    def work(comm: Communicator) -> tuple[list[int], list[int]]:
+        heard: list[StepRecord] = []
+        removers: list[Callable[[], None]] = []
+        seen: list[int] = []
+
+        def watch(sync: gradsync.Synchronizer) -> None:
+            removers.append(sync.record.on_step(heard.append))
+            removers.append(sync.record.on_step(lambda record: seen.append(record.step)))
+
+        def before(step: int) -> None:
+            if step == 4:
+                removers[0]()
+                removers[0]()  # twice is no harm
+
+        train(comm, before=before, watch=watch)
+        return [record.step for record in heard], seen
+
+    for heard, seen in run_ranks(2, work):
+        assert heard == [0, 1, 2]  # one step late
+        assert seen == [0, 1, 2, 3, 4]
+
+
+def test_a_listener_that_fails_does_not_end_the_training(caplog: pytest.LogCaptureFixture) -> None:
+    def fails(record: StepRecord) -> None:
+        raise ConnectionError("the dashboard is down")
+
+    with caplog.at_level(logging.ERROR, logger="gradsync"):
+        sync = train(gradsync.connect(), watch=lambda sync: sync.record.on_step(fails) and None)
+    assert sync.stats()["step"] == 6
+    assert len(caplog.records) == 1
+    assert "is told of no more steps" in caplog.text
+    assert "the dashboard is down" in caplog.text
+
+
+def test_only_the_last_steps_are_kept() -> None:
+    set_recording(keep_steps=3)
+    sync = train(gradsync.connect(), steps=8)
+    assert [step.step for step in sync.record.steps()] == [5, 6, 7]
+
+
+def test_recording_can_be_turned_off() -> None:
+    set_recording(enabled=False)
+    sync = train(gradsync.connect())
+    assert "breakdown" not in sync.stats()
+    with pytest.raises(ValueError, match="nothing is recorded here"):
+        sync.record  # noqa: B018
+    with pytest.raises(ValueError, match="at least 1 step"):
+        set_recording(stop_after_steps=0)
+    with pytest.raises(ValueError, match="keep_steps=0"):
+        set_recording(keep_steps=0)
+
+
+def test_gradients_are_noted_one_by_one_where_asked() -> None:
+    def watch(sync: gradsync.Synchronizer) -> None:
+        sync.record.detailed = True
+
+    step = train(gradsync.connect(), watch=watch).record.steps()[-1]
+    assert [name for name, _ in step.gradients][0] in ("5.weight", "5.bias")
+    assert len(step.gradients) == 12
+    times = [when_s for _, when_s in step.gradients]
+    assert times == sorted(times)
+    assert step.opened_s - 0.001 <= times[0] <= times[-1] <= step.backward_s
+
+
+def test_accumulation_is_one_step() -> None:
+    sync = train(gradsync.connect(), accumulate=3)
+    assert [step.step for step in sync.record.steps()] == [0, 1]
+
+
+def test_notes_go_to_files_and_the_script_ends_after_the_steps_asked_for(tmp_path: Path) -> None:
+    set_recording(folder=tmp_path, stop_after_steps=4)
+
+    def work(comm: Communicator) -> None:
+        with pytest.raises(StepsDone) as ended:
+            train(comm, steps=100)
+        assert ended.value.code == 0
+
+    work(gradsync.connect())
+    run = load(tmp_path)
+    assert run.num_steps == 4
+    assert [step.step for step in run.steps(0)] == [0, 1, 2, 3]
+    assert run.meta.strategy == "allreduce"
+    assert run.meta.params["0.weight"] == ((48, 48), "float32")
+    assert len(run.steps(0)[-1].gradients) == 12
+
+
+def test_a_second_synchronizer_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    set_recording(folder=tmp_path)
+    train(gradsync.connect(), steps=2).close()
+    train(gradsync.connect(), steps=3).close()
+    assert load(tmp_path).num_steps == 2
+    assert load(tmp_path / "synchronizer-1").num_steps == 3
+
+
+def test_a_recorder_keeps_at_least_one_step() -> None:
+    comm = gradsync.connect()
+    with pytest.raises(ValueError, match="keep=0"):
+        Recorder(comm, clocks=None, keep=0)  # type: ignore[arg-type]
+
+
+class Ticking(Recorder):
+    """A recorder whose clock goes on by a millisecond whenever it is looked at."""
+
+    ticks = 0
+
+    def now(self) -> int:
+        self.ticks += 1
+        return self.ticks * 1_000_000
+
+
+def test_time_in_hooks_and_after_the_last_one_is_not_compute() -> None:
+    recorder = Ticking(gradsync.connect(), same_clock(1))  # it begins at 1 ms
+    recorder.planned([])
+    entered = recorder.now()  # 2
+    recorder.opened(0, has_data=True)  # 3
+    recorder.hooked(entered, "weight")  # 4
+    recorder.ended_backward()  # 5
+    recorder.ended_step((), weight=1.0)  # 6
+    (step,) = recorder.steps()
+    assert step.step_s == pytest.approx(0.005)
+    assert step.parts.pack_s == pytest.approx(0.003)  # 2 to 4, 5 to 6
+    assert step.parts.compute_s == pytest.approx(0.002)
+
+
+def test_a_reducers_run_is_encoding_until_its_collective_and_decoding_after_it() -> None:
+    recorder = Ticking(gradsync.connect(), same_clock(1))
+    comm = recorder.watch(gradsync.connect())
+    recorder.planned([])
+    recorder.opened(0, has_data=True)
+    recorder.ended_backward()  # 3
+    recorder.resume(0)  # 4
+    work = comm.all_reduce(torch.ones(4))  # begins at 5, has begun at 6
+    recorder.pause()  # a collective was begun: nothing was decoded
+    work.wait()  # 7 to 8
+    recorder.resume(0)  # 9
+    recorder.pause()  # 10
+    recorder.ended_step((), weight=1.0)  # 11
+    (step,) = recorder.steps()
+    assert step.parts.encode_s == pytest.approx(0.001)
+    assert step.parts.wire_s == pytest.approx(0.002)  # 5 to 6, 7 to 8
+    assert step.parts.decode_s == pytest.approx(0.001)
+    assert step.parts.pack_s == pytest.approx(0.004)  # the rest of 3 to 11
