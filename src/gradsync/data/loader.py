@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from gradsync.comm.base import Communicator
-from gradsync.data.order import Cut, Order, check_same
+from gradsync.data.order import Cut, Order, Shares, check_same
 from gradsync.data.stream import PartOfStream
 
 STATE_VERSION = 1
@@ -57,8 +57,9 @@ class ShardedLoader:
     (3, 1)
     """
 
-    def __init__(self, source: Source, comm: Communicator) -> None:
+    def __init__(self, source: Source, shares: Shares, comm: Communicator) -> None:
         self._source = source
+        self._shares = shares
         self._comm = comm
         self._epoch = 0
         self._position = 0
@@ -74,6 +75,16 @@ class ShardedLoader:
     def position(self) -> int:
         """The samples of this epoch that all ranks together have been given."""
         return self._position
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The samples that each rank has in a whole step now: with ``balance=True`` they follow the ranks' speeds.
+
+        >>> import gradsync
+        >>> gradsync.shard(range(10), global_batch_size=4).parts
+        (4,)
+        """
+        return self._shares.parts()
 
     def set_epoch(self, epoch: int) -> None:
         """Have the next loop run epoch ``epoch``; only needed to go elsewhere than on to the next.
@@ -108,6 +119,7 @@ class ShardedLoader:
             "epoch": self._epoch,
             "position": self._position,
             **self._source.state_dict(),
+            **self._shares.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -130,6 +142,7 @@ class ShardedLoader:
         if epoch < 0 or position < 0 or (num_samples is not None and position > num_samples):
             raise ValueError(f"position must be from 0 to num_samples; got {epoch=} {position=} {num_samples=}.")
         self._source.load_state_dict(state)
+        self._shares.load_state_dict(state)
         self._go_to(epoch, position)
 
     def __len__(self) -> int:
@@ -139,6 +152,7 @@ class ShardedLoader:
         if self._begun:
             self._go_to(self._epoch + 1, 0)
         self._running = object()
+        self._shares.leave()
         return _EpochIterator(self, self._comm, self._running)
 
     def _go_to(self, epoch: int, position: int) -> None:
@@ -153,6 +167,13 @@ class ShardedLoader:
 
     def _is_running(self, token: object) -> bool:
         return self._running is token
+
+    def _next(self, steps: Iterator[Handout]) -> Handout | None:
+        self._shares.ask()
+        step = next(steps, None)
+        if step is not None:
+            self._shares.hand_out(step.num_own)
+        return step
 
     def _handed_out(self, num_in_step: int) -> None:
         self._begun = True
@@ -185,7 +206,7 @@ class _EpochIterator:
                 "this iterator is out of date: the loader was started again, resumed or sent to another epoch since. "
                 "A sharded loader has one position, so one loop at a time; make a second loader for a second loop."
             )
-        step = next(self._steps, None)
+        step = self._loader._next(self._steps)
         if step is not None:
             self._uneven = step.num_in_step < self._comm.world_size
             if step.num_own > 0:
@@ -218,21 +239,22 @@ class _EpochIterator:
 class MapSource:
     """Steps of data that has an index: the order is cut, and a DataLoader fetches this rank's part."""
 
-    def __init__(self, dataset: Any, order: Order, cut: Cut, options: dict[str, Any]) -> None:
+    def __init__(self, dataset: Any, order: Order, cut: Cut, shares: Shares, options: dict[str, Any]) -> None:
         self._order = order
         self._cut = cut
-        self._batches = _OwnBatches(cut)
+        self._shares = shares
+        self._batches = _OwnBatches(cut, shares)
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._batches, **options)
 
     def steps(self, epoch: int, position: int, *, resumed: bool) -> Iterator[Handout]:
         rest = self._order.indices(epoch, resumed=resumed)[position:]
-        self._batches.indices = rest
-        return self._hand_out(len(rest), iter(self._loader))
+        self._batches.indices, self._batches.first = rest, self._shares.next_step
+        return self._hand_out(len(rest), self._batches.first, iter(self._loader))
 
-    def _hand_out(self, num_samples: int, batches: Iterator[Any]) -> Iterator[Handout]:
+    def _hand_out(self, num_samples: int, first: int, batches: Iterator[Any]) -> Iterator[Handout]:
         for step in range(self._cut.num_steps(num_samples)):
             start, end = self._cut.bounds(step, num_samples)
-            own = self._cut.own(end - start)
+            own = self._shares.own(first + step, end - start)
             num_own = own.stop - own.start
             yield Handout(next(batches) if num_own else None, num_own, end - start)
         next(batches, None)  # there is none, but only when asked does a DataLoader let its workers go
@@ -250,15 +272,17 @@ class MapSource:
 class _OwnBatches:
     """The batch sampler within: lists this rank's part of each step, as the loader asks for it."""
 
-    def __init__(self, cut: Cut) -> None:
+    def __init__(self, cut: Cut, shares: Shares) -> None:
         self._cut = cut
+        self._shares = shares
         self.indices = torch.empty(0, dtype=torch.int64)  # of the steps to come, over all ranks; set before each epoch
+        self.first = 0  # the number of the first of them
 
     def __iter__(self) -> Iterator[list[int]]:
-        indices = self.indices
+        indices, first = self.indices, self.first
         for step in range(self._cut.num_steps(len(indices))):
             start, end = self._cut.bounds(step, len(indices))
-            own = indices[start:end][self._cut.own(end - start)].tolist()
+            own = indices[start:end][self._shares.own(first + step, end - start)].tolist()
             if own:
                 yield own
 

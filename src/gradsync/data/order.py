@@ -5,7 +5,9 @@ Nothing here depends on the number of workers but the cut within a step, so a ru
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import heapq
 import operator
 from collections.abc import Iterable, Sized
 from dataclasses import dataclass
@@ -26,6 +28,32 @@ def part_of(num_samples: int, world_size: int, rank: int) -> slice:
     share, extra = divmod(num_samples, world_size)
     start = rank * share + min(rank, extra)
     return slice(start, start + share + (rank < extra))
+
+
+@functools.lru_cache(maxsize=64)
+def parts_by_speed(num_samples: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
+    """How many samples each rank gets, so that the last to be done with its own is done as early as can be.
+
+    Every rank gets at least one while there are enough. With equal speeds it is the split of :func:`part_of`.
+
+    >>> parts_by_speed(26, (4.0, 4.0, 4.0, 1.0))
+    (8, 8, 8, 2)
+    >>> parts_by_speed(8, (1.0, 1.0, 1.0))
+    (3, 3, 2)
+    """
+    world_size, total = len(speeds), sum(speeds)
+    parts = [0] * world_size
+    if num_samples >= world_size:
+        # Most samples at once: these are no more than any rank gets in the end.
+        parts = [max(1, int((num_samples - world_size) * (speed / total))) for speed in speeds]
+    # The rest one by one, each to whoever would be done with it first.
+    waiting = [((num + 1) / speed, rank) for rank, (num, speed) in enumerate(zip(parts, speeds, strict=True))]
+    heapq.heapify(waiting)
+    for _ in range(num_samples - sum(parts)):
+        _, rank = waiting[0]
+        parts[rank] += 1
+        heapq.heapreplace(waiting, ((parts[rank] + 1) / speeds[rank], rank))
+    return tuple(parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +78,68 @@ class Cut:
     def own(self, num_in_step: int) -> slice:
         """This rank's part of a step of ``num_in_step`` samples: empty for some when there are fewer than ranks."""
         return part_of(num_in_step, self.world_size, self.rank)
+
+
+class Shares(Protocol):
+    """How much of a step each rank gets. Steps have numbers, over all epochs, that all ranks know."""
+
+    next_step: int
+
+    def ask(self) -> None:
+        """Note that the next step is asked for."""
+        ...
+
+    def hand_out(self, num_own: int) -> None:
+        """Note that it is handed out, with so many samples for this rank."""
+        ...
+
+    def leave(self) -> None:
+        """Note that a loop has ended."""
+        ...
+
+    def own(self, step: int, num_in_step: int) -> slice:
+        """This rank's part of a step; its number is at least ``next_step``."""
+        ...
+
+    def parts(self) -> tuple[int, ...]:
+        """The samples that each rank has in a whole step now."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Even:
+    """The same share for all ranks, at every step."""
+
+    next_step = 0
+
+    def __init__(self, cut: Cut) -> None:
+        self._cut = cut
+
+    def ask(self) -> None:
+        return None
+
+    def hand_out(self, num_own: int) -> None:
+        return None
+
+    def leave(self) -> None:
+        return None
+
+    def own(self, step: int, num_in_step: int) -> slice:
+        return self._cut.own(num_in_step)
+
+    def parts(self) -> tuple[int, ...]:
+        cut = self._cut
+        slices = [part_of(cut.global_batch_size, cut.world_size, rank) for rank in range(cut.world_size)]
+        return tuple(part.stop - part.start for part in slices)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing: shares that a balanced loader has saved change no sample of any step."""
 
 
 class Order(Protocol):

@@ -19,8 +19,9 @@ from torch.utils.data import (
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.connect import connect
+from gradsync.data.balance import Balance
 from gradsync.data.loader import MapSource, ShardedLoader, StreamSource
-from gradsync.data.order import Cut, Drawn, Order, Seeded
+from gradsync.data.order import Cut, Drawn, Even, Order, Seeded, Shares
 from gradsync.data.stream import CollatePart, PartOfStream
 
 # What a DataLoader was made with and its sharded twin takes over.
@@ -49,6 +50,7 @@ def shard(
     shuffle: bool | None = None,
     seed: int = 0,
     drop_last: bool | None = None,
+    balance: bool = False,
     comm: Communicator | None = None,
     **loader_options: Any,
 ) -> ShardedLoader:
@@ -74,6 +76,9 @@ def shard(
             stream can't.
         seed: which orders; the same on all ranks.
         drop_last: leave out a last step that is smaller than the others. Unless said: as the DataLoader, else no.
+        balance: let each rank's part of a step follow its measured speed, so that a slow rank holds nobody up. The
+            samples of a step stay the same ones, and each part is weighted by its samples: the result is as exact as
+            with even parts. Each rank keeps at least one sample.
         comm: what tells who is which rank; :func:`gradsync.connect` unless said.
         loader_options: more options of ``torch.utils.data.DataLoader``: ``num_workers=2, pin_memory=True``, ...
 
@@ -106,15 +111,16 @@ def shard(
         rank=comm.rank,
         drop_last=bool(drop_last),
     )
+    shares = _balance(dataset, cut, comm, options) if balance else Even(cut)
     if isinstance(dataset, IterableDataset):
-        return ShardedLoader(_stream_source(dataset, cut, shuffle, options), comm)
+        return ShardedLoader(_stream_source(dataset, cut, shares, shuffle, options), shares, comm)
     order = _order(data, dataset, shuffle=shuffle, seed=seed, comm=comm)
     if cut.drop_last and isinstance(order, Seeded) and cut.num_steps(order.num_samples()) == 0:
         raise ValueError(
             f"drop_last=True leaves no step: one takes {cut.global_batch_size} samples over {comm.world_size} ranks, "
             f"and the data has {order.num_samples()}. Take a smaller batch size, or drop_last=False."
         )
-    return ShardedLoader(MapSource(dataset, order, cut, options), comm)
+    return ShardedLoader(MapSource(dataset, order, cut, shares, options), shares, comm)
 
 
 def _as_dataset(data: Any) -> Any:
@@ -184,6 +190,24 @@ def _global_batch_size(batch_size: int | None, global_batch_size: int | None, wo
     return global_batch_size
 
 
+def _balance(dataset: Any, cut: Cut, comm: Communicator, options: dict[str, Any]) -> Shares:
+    num_workers = options.get("num_workers") or 0
+    if isinstance(dataset, IterableDataset) and num_workers > 0:
+        raise ValueError(
+            "num_workers must be 0 for an IterableDataset with balance=True: the worker cuts steps where the ranks' "
+            f"speeds are not known; got {num_workers=}. Leave it out, or use a dataset with an index."
+        )
+    if comm.world_size == 1:
+        return Even(cut)
+    if cut.global_batch_size == cut.world_size:
+        raise ValueError(
+            "balance=True needs more samples in a step than ranks, or every rank has its one sample whatever its "
+            f"speed; got {cut.global_batch_size} samples on {cut.world_size} ranks. Take a larger batch size."
+        )
+    # A DataLoader's own default is 2 a worker.
+    return Balance(cut, comm, num_ahead=num_workers * (options.get("prefetch_factor") or 2))
+
+
 def _order(data: Any, dataset: Any, *, shuffle: bool | None, seed: int, comm: Communicator) -> Order:
     sampler = data.sampler if isinstance(data, DataLoader) else None
     permutes = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(dataset)
@@ -200,7 +224,7 @@ def _order(data: Any, dataset: Any, *, shuffle: bool | None, seed: int, comm: Co
 
 
 def _stream_source(
-    stream: IterableDataset[Any], cut: Cut, shuffle: bool | None, options: dict[str, Any]
+    stream: IterableDataset[Any], cut: Cut, shares: Shares, shuffle: bool | None, options: dict[str, Any]
 ) -> StreamSource:
     if shuffle:
         raise ValueError(
@@ -213,6 +237,6 @@ def _stream_source(
             f"num_workers={options['num_workers']}."
         )
     collate = options.get("collate_fn") or default_collate
-    part = PartOfStream(stream, cut)
+    part = PartOfStream(stream, cut, shares)
     loader: DataLoader[Any] = DataLoader(part, batch_size=None, **{**options, "collate_fn": CollatePart(collate)})
     return StreamSource(part, loader, cut)
