@@ -1,0 +1,1 @@
+"""The parameter server: shards of the parameters with their optimizer, and the workers' lines to them."""
