@@ -6,7 +6,11 @@ The user's own mistakes are ``ValueError`` and ``TypeError``; what the world doe
     ├── PeerLost          a rank died, left or fell silent
     ├── OutOfStep         ranks are at different places of the run: other models, other steps, other settings
     ├── CollectiveFailed  the transport reported an error, and every peer is alive
-    └── NonFiniteGradient a compressed gradient has NaN or inf, and no GradScaler looks for it
+    ├── NonFiniteGradient a compressed gradient has NaN or inf, and no GradScaler looks for it
+    ├── ServerLost        a parameter server is gone, and its shard with it (server/lines.py)
+    ├── RefusedByServer   a parameter server does not take what this worker brings (server/lines.py)
+    ├── ConnectionLost, Unreachable  a peer of a message is gone, or was never there (comm/sockets.py)
+    └── Malformed         a message that is none (comm/messages.py)
 
     GradSyncWarning (UserWarning)
     └── SameDataWarning   every rank computed the same gradient: they read the same data

@@ -6,10 +6,29 @@ import logging
 
 from gradsync import spec
 from gradsync.strategies.allreduce import AllReduce
+from gradsync.strategies.auto import Auto
 from gradsync.strategies.base import Strategy, Verdict
+from gradsync.strategies.diloco import DiLoCo
+from gradsync.strategies.gossip import Gossip
+from gradsync.strategies.hogwild import Hogwild
+from gradsync.strategies.local_sgd import LocalSGD
 from gradsync.strategies.onebit_adam import OneBitAdam
+from gradsync.strategies.parameter_server import ParameterServer
 
-__all__ = ["AllReduce", "OneBitAdam", "Strategy", "Verdict", "override_strategy", "resolve_strategy"]
+__all__ = [
+    "AllReduce",
+    "Auto",
+    "DiLoCo",
+    "Gossip",
+    "Hogwild",
+    "LocalSGD",
+    "OneBitAdam",
+    "ParameterServer",
+    "Strategy",
+    "Verdict",
+    "override_strategy",
+    "resolve_strategy",
+]
 
 log = logging.getLogger("gradsync")
 

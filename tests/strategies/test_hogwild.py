@@ -1,0 +1,353 @@
+"""Hogwild: one copy of the parameters, which every rank changes whenever it likes."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradsync
+from gradsync.buffers import BufferSync
+from gradsync.comm.base import Communicator, Solo
+from gradsync.comm.connect import connect
+from gradsync.comm.threads import run_ranks
+from gradsync.strategies import commons
+from gradsync.strategies.hogwild import Hogwild
+from gradsync.training import Training
+from tests.ranks import run_processes
+
+
+def make_model() -> nn.Module:
+    seeded = torch.Generator().manual_seed(0)  # not torch's own, which ranks that are threads share
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(0.4 * torch.randn(param.shape, generator=seeded, dtype=torch.float64))
+    return model
+
+
+def batch_of(rank: int, step: int) -> Tensor:
+    return torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def learn(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> float:
+    optimizer.zero_grad()
+    loss = (model(x) - x[:, :2]).square().mean()
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
+def params_of(model: nn.Module) -> list[Tensor]:
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+# -- what is shared -----------------------------------------------------------------------------------------------
+
+
+def test_in_turns_it_is_one_model_with_an_optimizer_for_each_rank() -> None:
+    """Ranks that take turns leave nothing to chance: the parameters are common, the momentum each rank's own."""
+    model = make_model()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for _ in range(3)]
+    for step, turn in itertools.product(range(4), range(3)):
+        learn(model, optimizers[turn], batch_of(turn, step))
+
+    def rank(comm: Communicator) -> tuple[list[Tensor], dict[str, Any]]:
+        mine = make_model()
+        optimizer = torch.optim.SGD(mine.parameters(), lr=0.05, momentum=0.9)
+        with gradsync.synchronize(mine, optimizer, "hogwild", comm=comm) as sync:
+            sync.settle()
+            sync._engine.strategy._held = False  # type: ignore[attr-defined]  # turns are more than it asks for
+            for step, turn in itertools.product(range(4), range(3)):
+                if turn == comm.rank:
+                    learn(mine, optimizer, batch_of(turn, step))
+                comm.barrier()
+            return params_of(mine), sync.stats()
+
+    for rank_number, (params, stats) in enumerate(run_ranks(3, rank)):
+        assert same(params, params_of(model))
+        assert stats["updates"] == [4, 4, 4]
+        assert stats["bytes_per_step"] == 0
+        first = {rank_number: 1} if rank_number < 2 else {}
+        assert stats["staleness"]["histogram"] == {**first, 2: 4 - len(first)}, "all others stepped in between"
+
+
+def test_a_world_of_one_trains_as_without_it() -> None:
+    plain, mine = make_model(), make_model()
+    expected = torch.optim.AdamW(plain.parameters(), lr=0.02)
+    optimizer = torch.optim.AdamW(mine.parameters(), lr=0.02)
+    with gradsync.synchronize(mine, optimizer, "hogwild", comm=Solo()) as sync:
+        for step in range(10):
+            learn(plain, expected, batch_of(0, step))
+            learn(mine, optimizer, batch_of(0, step))
+            if step % 4 == 0:
+                sync.settle()
+    assert same(params_of(mine), params_of(plain))
+
+
+class Odd(nn.Module):
+    """Channels-last, tied, frozen, empty and 16-bit parameters, and one that is not dense in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.conv.weight.data = self.conv.weight.data.to(memory_format=torch.channels_last)
+        self.tied = self.one = nn.Linear(2, 2)
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.empty = nn.Parameter(torch.empty(0, 2))
+        self.short = nn.Parameter(torch.randn(5, dtype=torch.bfloat16))
+        self.holes = nn.Parameter(torch.randn(4, 6)[:, ::2])
+
+
+def test_every_kind_of_parameter_is_shared_and_private_again_after_close() -> None:
+    first = Odd()
+
+    def rank(comm: Communicator) -> list[list[Tensor]]:
+        model = first if comm.rank == 0 else Odd()
+        seen = []
+        sync = gradsync.synchronize(model, torch.optim.SGD(model.parameters(), lr=0.1), "hogwild", comm=comm)
+        assert model.conv.weight.is_contiguous(memory_format=torch.channels_last)
+        assert all(param.untyped_storage().nbytes() == param.nbytes for param in model.parameters()), "saved no larger"
+        for act in (None, sync.close):
+            if act is not None:
+                act()
+            comm.barrier()
+            if comm.rank == 1:
+                with torch.no_grad():
+                    for param in model.parameters():
+                        param.add_(1.0)
+            comm.barrier()
+            seen.append(params_of(model))
+            comm.barrier()
+        return seen
+
+    before = params_of(first)
+    others, changer = run_ranks(2, rank)
+    assert same(others[0], changer[0])
+    assert same(others[0], [value + 1.0 for value in before])
+    assert same(others[1], others[0]), "after close() nobody else sees it"
+    assert same(changer[1], [value + 1.0 for value in others[0]])
+
+
+def test_sparse_gradients_touch_only_their_rows() -> None:
+    """Two ranks change neighbouring rows, long ones. Whoever wrote more than its own would undo what the other does."""
+    num_steps, dim = 25, 300_000
+
+    def rank(comm: Communicator) -> Tensor:
+        model = nn.Embedding(2, dim, sparse=True)
+        with torch.no_grad():
+            model.weight.zero_()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        mine = torch.tensor([comm.rank])
+        with gradsync.synchronize(model, optimizer, "hogwild", comm=comm) as sync:
+            for _ in range(num_steps):
+                optimizer.zero_grad()
+                model(mine).sum().backward()
+                optimizer.step()
+            sync.settle()
+            return model.weight.detach().clone()
+
+    for weight in run_ranks(2, rank):
+        assert torch.equal(weight, torch.full((2, dim), -float(num_steps)))
+
+
+# -- settled ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_settled_stays_until_every_rank_goes_on() -> None:
+    seen: list[list[Tensor]] = []
+    looked = threading.Event()
+
+    def rank(comm: Communicator) -> None:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with gradsync.synchronize(model, optimizer, "hogwild", comm=comm) as sync:
+            for step in range(5):
+                learn(model, optimizer, batch_of(comm.rank, step))
+            sync.settle()
+            if comm.rank == 0:  # it saves or evaluates, and meanwhile the other would go on
+                seen.append(params_of(model))
+                time.sleep(0.1)
+                seen.append(params_of(model))
+                looked.set()
+            learn(model, optimizer, batch_of(comm.rank, 6))
+            assert looked.is_set()
+            sync.settle()
+            sync.settle()  # nothing has happened in between
+
+    run_ranks(2, rank)
+    assert same(seen[0], seen[1])
+
+
+def test_ranks_with_other_numbers_of_batches_end_with_the_same_parameters() -> None:
+    """By ``join``; with batch normalization, whose buffers are rank 0's then. One rank has no batch at all."""
+
+    def rank(comm: Communicator) -> tuple[list[Tensor], list[Tensor]]:
+        model = nn.Sequential(make_model(), nn.BatchNorm1d(2).double())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with gradsync.synchronize(model, optimizer, "hogwild", comm=comm) as sync:
+            with sync.join():
+                for step in range(3 * comm.rank):
+                    learn(model, optimizer, batch_of(comm.rank, step))
+            tensors = [value.clone() for value in model.state_dict().values()]
+            loader = gradsync.shard(batch_of(7, 7), global_batch_size=4, comm=comm)  # 6 rows: then one rank has none
+            for x in loader:
+                learn(model, optimizer, x.repeat(2, 1))
+            return tensors, params_of(model)
+
+    results = run_ranks(3, rank, timeout_s=20.0)
+    for tensors, params in results:
+        assert same(tensors, results[0][0])
+        assert same(params, results[0][1])
+
+
+def test_a_step_that_a_scaler_left_out_is_no_update() -> None:
+    model = make_model().float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with gradsync.synchronize(model, optimizer, "hogwild", comm=Solo(), scaler=scaler) as sync:
+        for factor in (1.0, float("inf"), 1.0):
+            optimizer.zero_grad()
+            scaler.scale(factor * model(torch.ones(2, 4)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert sync.stats()["updates"] == [2]
+
+
+# -- states -------------------------------------------------------------------------------------------------------
+
+
+def test_counts_are_saved_and_none_is_lost_with_fewer_ranks() -> None:
+    def rank(comm: Communicator) -> list[dict[str, Any]]:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with gradsync.synchronize(model, optimizer, "hogwild", comm=comm) as sync:
+            for step in range(comm.rank + 2):
+                learn(model, optimizer, batch_of(comm.rank, step))
+            sync.settle()
+            return sync.gather_state_dict()
+
+    states = run_ranks(3, rank)[0]
+    assert [state["strategy_state"]["updates"] for state in states] == [2, 3, 4]
+
+    def resumed(comm: Communicator) -> dict[str, Any]:
+        model = make_model()
+        with gradsync.synchronize(model, torch.optim.SGD(model.parameters(), lr=0.05), "hogwild", comm=comm) as sync:
+            sync.load_state_dict(states if comm.world_size == 2 else states[comm.rank])
+            learn(model, sync._engine.optimizer, batch_of(comm.rank, 0))
+            return sync.state_dict()["strategy_state"]  # type: ignore[no-any-return]
+
+    assert [state["updates"] for state in run_ranks(3, resumed)] == [3, 4, 5]
+    fewer = run_ranks(2, resumed)
+    assert [state["updates"] for state in fewer] == [2 + 4 + 1, 3 + 1]
+    assert sum(sum(state["staleness"].values()) for state in fewer) == 9 + 2
+
+
+# -- what it refuses, and what it survives ------------------------------------------------------------------------
+
+
+def test_ranks_on_several_hosts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    number = itertools.count()
+    monkeypatch.setattr(commons, "host_identity", lambda: [f"host {next(number) % 2}"])
+
+    def rank(comm: Communicator) -> None:
+        model = make_model()
+        gradsync.synchronize(model, torch.optim.SGD(model.parameters(), lr=0.1), "hogwild", comm=comm)
+
+    with pytest.raises(ValueError, match="memory of one host; got 2 hosts x 2 ranks"):
+        run_ranks(4, rank)
+
+
+def test_parameters_on_other_devices_are_refused() -> None:
+    model = nn.Linear(2, 2, device="meta")
+    training = Training(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        params=dict(model.named_parameters()),
+        buffers=BufferSync(model, "none", Solo()),
+    )
+    with pytest.raises(ValueError, match=r"weight is on meta. Train on the CPU"):
+        Hogwild().meet(training)
+
+
+def test_a_model_that_was_moved_out_of_the_shared_memory_is_noticed() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradsync.synchronize(model, optimizer, "hogwild", comm=Solo()):
+        param = next(model.parameters())
+        param.data = param.data.clone()
+        with pytest.raises(ValueError, match=r"0\.weight was moved out of the memory that the ranks share"):
+            learn(model, optimizer, batch_of(0, 0))
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    def rank(comm: Communicator) -> str:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with gradsync.synchronize(model, optimizer, "hogwild", comm=comm) as sync:
+            learn(model, optimizer, batch_of(0, 0))
+            if comm.rank == 1:
+                time.sleep(0.4)  # longer than anybody waits
+                return ""
+            with pytest.raises(gradsync.PeerLost) as lost:
+                sync.settle()
+            return str(lost.value)
+
+    told = run_ranks(2, rank, timeout_s=0.3)[0]
+    assert "rank 1 was lost in settle()" in told
+    assert "no rank made an update meanwhile" in told
+
+
+def test_who_has_closed_is_not_waited_for_but_missed_when_all_shall_settle() -> None:
+    def rank(comm: Communicator) -> None:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with gradsync.synchronize(model, optimizer, "hogwild", comm=comm) as sync:
+            sync.settle()
+            if comm.rank == 1:
+                return
+            learn(model, optimizer, batch_of(0, 0))
+            with pytest.raises(gradsync.PeerLost, match="it has closed its synchronizer"):
+                sync.settle()
+
+    run_ranks(2, rank, timeout_s=20.0)
+
+
+def _train_and_lose_one() -> dict[str, Any]:
+    comm = connect(timeout_s=20.0)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with gradsync.synchronize(model, optimizer, "hogwild", comm=comm) as sync:
+        losses = [learn(model, optimizer, batch_of(comm.rank, step)) for step in range(40)]
+        sync.settle()
+        params = params_of(model)
+        updates = sync.stats()["updates"]
+        learn(model, optimizer, batch_of(comm.rank, 40))
+        if comm.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for step in range(20):  # nobody waits for the dead
+            learn(model, optimizer, batch_of(comm.rank, step))
+        with pytest.raises(gradsync.PeerLost, match="rank 2 was lost"):
+            sync.settle()
+    return {"losses": losses, "params": params, "updates": updates}
+
+
+def test_processes_share_their_parameters_and_go_on_when_one_is_killed() -> None:
+    outcomes = run_processes(3, _train_and_lose_one, expect_failure=True)
+    assert outcomes[2] == -signal.SIGKILL
+    for outcome in outcomes[:2]:
+        assert isinstance(outcome, dict), outcome
+        assert same(outcome["params"], outcomes[0]["params"])  # type: ignore[index]
+        assert outcome["updates"] == [40, 40, 40]
+        assert sum(outcome["losses"][-5:]) < 0.7 * sum(outcome["losses"][:5])

@@ -1,0 +1,475 @@
+"""The parameter server as a strategy: exact where it is synchronous, and honest about what it is elsewhere."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradsync
+from gradsync import spec
+from gradsync.comm import Communicator, run_ranks
+from gradsync.comm.base import Solo
+from gradsync.server.lines import ServerLost
+from gradsync.server.server import Server
+from tests.ranks import run_processes
+
+BSP = "parameter_server"
+ASYNCHRONOUS = "parameter_server(staleness=None)"
+
+
+class Net(nn.Module):
+    """Two layers, of which one is used by even steps only, and running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8, bias=False)  # one before a norm would have noise for a gradient
+        self.norm = nn.BatchNorm1d(8)
+        self.second = nn.Linear(8, 2)
+        self.sometimes = nn.Linear(8, 2, bias=False)
+        self.double()
+        seeded = torch.Generator().manual_seed(0)  # not torch's own, which ranks that are threads share
+        with torch.no_grad():
+            for param in self.parameters():
+                param.copy_(0.4 * torch.randn(param.shape, generator=seeded))
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        hidden = torch.tanh(self.norm(self.first(x)))
+        out: Tensor = self.second(hidden)
+        return out + self.sometimes(hidden) if step % 2 == 0 else out
+
+
+def batch(step: int, rank: int, samples: int = 6) -> Tensor:
+    return torch.randn(samples, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step * 100 + rank))
+
+
+def loss_of(model: nn.Module, x: Tensor, step: int) -> Tensor:
+    loss: Tensor = (model(x, step) - x[:, :2]).square().mean()
+    return loss
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "schedule": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.5),
+}
+
+
+def train(comm: Communicator, strategy: str, kind: str, steps: int, **options: Any) -> dict[str, Any]:
+    model = Net()
+    params = list(model.named_parameters())
+    groups = [
+        {"params": [param for name, param in params if "first" in name], "lr": 0.02},
+        {"params": [param for name, param in params if "first" not in name]},
+    ]
+    optimizer = OPTIMIZERS[kind](groups)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
+    with gradsync.synchronize(model, optimizer, strategy, comm=comm, scheduler=schedule, **options) as sync:
+        for step in range(steps):
+            optimizer.zero_grad()
+            samples = 2 + comm.rank + step % 3
+            sync.set_weight(samples)
+            loss_of(model, batch(step, comm.rank, samples), step).backward()
+            optimizer.step()
+            if kind == "schedule" and sync.synchronized:
+                schedule.step()
+        stats = sync.stats()
+        saved = optimizer.state_dict()
+    return {"params": [param.detach().clone() for param in model.parameters()], "optimizer": saved, "stats": stats}
+
+
+def assert_close(one: list[Tensor], other: list[Tensor], rtol: float = 1e-9) -> None:
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=1e-12)
+
+
+def state_tensors(state: dict[str, Any]) -> list[Tensor]:
+    return [
+        torch.as_tensor(value) for entry in state["state"].values() for value in entry.values() if value is not None
+    ]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_synchronous_it_equals_allreduce_over_fifty_steps(kind: str) -> None:
+    exact = run_ranks(3, lambda comm: train(comm, "allreduce", kind, 50))
+    served = run_ranks(3, lambda comm: train(comm, BSP, kind, 50))
+    for one, other in zip(exact, served, strict=True):
+        assert_close(one["params"], other["params"])
+        assert_close(state_tensors(one["optimizer"]), state_tensors(other["optimizer"]))  # what a user saves
+        assert one["optimizer"]["param_groups"] == other["optimizer"]["param_groups"]
+    first = served[0]["params"]
+    assert all(torch.equal(a, b) for other in served for a, b in zip(first, other["params"], strict=True))
+    assert served[1]["stats"]["clocks"] == {0: 50, 1: 50, 2: 50}
+
+
+def test_accumulation_and_a_world_of_one_are_exact_too() -> None:
+    for world in (1, 2):
+        exact = run_ranks(world, lambda comm: train(comm, "allreduce", "adamw", 12, accumulate=3))
+        served = run_ranks(world, lambda comm: train(comm, BSP, "adamw", 12, accumulate=3))
+        assert_close(exact[0]["params"], served[0]["params"])
+        assert served[0]["stats"]["clocks"][0] == 4
+
+
+def test_norms_are_clipped_after_the_sum_and_over_all_shards() -> None:
+    def clipped(comm: Communicator, strategy: str, by_user: bool) -> list[Tensor]:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with gradsync.synchronize(model, optimizer, strategy, comm=comm):
+            for step in range(5):
+                optimizer.zero_grad()
+                loss_of(model, 3 * batch(step, comm.rank), step).backward()
+                if by_user:
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                optimizer.step()
+            return [param.detach().clone() for param in model.parameters()]
+
+    exact = run_ranks(2, lambda comm: clipped(comm, "allreduce", True))
+    served = run_ranks(2, lambda comm: clipped(comm, "parameter_server(clip_norm=0.05)", False))
+    assert_close(exact[0], served[0], rtol=1e-5)  # torch adds 1e-6 to the norm that it divides by
+
+
+def test_a_step_that_one_ranks_scaler_leaves_out_keeps_nobody_waiting() -> None:
+    def scaled(comm: Communicator) -> tuple[list[float], dict[int, int]]:
+        model = nn.Linear(2, 1, bias=False)
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        with gradsync.synchronize(model, optimizer, BSP, comm=comm, scaler=scaler) as sync:
+            for step in range(3):
+                optimizer.zero_grad()
+                value = float("inf") if step == 1 and comm.rank == 1 else 1.0
+                scaler.scale((value * model.weight).sum()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            return model.weight.flatten().tolist(), sync.stats()["clocks"]
+
+    for weight, clocks in run_ranks(2, scaled):
+        assert weight == [-0.5, -0.5]  # three steps of 0.5: in the second the finite rank's gradient counts alone
+        assert clocks == {0: 3, 1: 3}
+
+
+def test_a_rank_without_samples_has_no_say() -> None:
+    def weighted(comm: Communicator) -> list[float]:
+        model = nn.Linear(2, 1, bias=False)
+        with torch.no_grad():
+            model.weight.fill_(0.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with gradsync.synchronize(model, optimizer, BSP, comm=comm) as sync:
+            for step in range(2):
+                optimizer.zero_grad()
+                sync.set_weight(0 if comm.rank == step else 4)
+                ((comm.rank + 1.0) * model.weight).sum().backward()
+                optimizer.step()
+        return model.weight.flatten().tolist()
+
+    assert run_ranks(2, weighted) == [[-3.0, -3.0]] * 2  # rank 1's 2, then rank 0's 1
+
+
+def test_ranks_that_run_out_of_data_leave_the_clock_and_are_together_at_the_end() -> None:
+    def uneven(comm: Communicator, strategy: str) -> tuple[list[Tensor], float]:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        with gradsync.synchronize(model, optimizer, strategy, comm=comm, scheduler=schedule, buffers="none") as sync:
+            for epoch in range(2):
+                with sync.join():
+                    for step in range(3 + 2 * comm.rank):
+                        optimizer.zero_grad()
+                        loss_of(model, batch(10 * epoch + step, comm.rank), step).backward()
+                        optimizer.step()
+                        schedule.step()
+        return [param.detach().clone() for param in model.parameters()], optimizer.param_groups[0]["lr"]
+
+    exact = run_ranks(3, lambda comm: uneven(comm, "allreduce"))
+    served = run_ranks(3, lambda comm: uneven(comm, BSP))
+    for (one, rate), (other, served_rate) in zip(exact, served, strict=True):
+        assert_close(one, other)
+        assert served_rate == pytest.approx(rate)
+
+
+def test_settled_they_are_the_same_with_the_lowest_ranks_buffers() -> None:
+    def apart(comm: Communicator) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+        with gradsync.synchronize(model, optimizer, ASYNCHRONOUS, comm=comm) as sync:
+            for step in range(4 + 3 * comm.rank):
+                optimizer.zero_grad()
+                loss_of(model, batch(step, comm.rank), step).backward()
+                optimizer.step()
+            own = [buffer.clone() for buffer in model.buffers()]
+            sync.settle()
+            return [value.clone() for value in model.state_dict().values()], own, sync.stats()
+
+    outcomes = run_ranks(3, apart)
+    for state, _, stats in outcomes:
+        assert all(torch.equal(a, b) for a, b in zip(state, outcomes[0][0], strict=True))
+        assert stats["clocks"] == {0: 4, 1: 7, 2: 10}
+        assert stats["straggler"]["worker"] == 0
+        assert stats["straggler"]["behind"] == 6
+        assert sum(stats["staleness"].values()) >= 21  # every push, at one shard at least
+    buffers = [value for name, value in zip(Net().state_dict(), outcomes[0][0], strict=True) if "norm.r" in name]
+    assert any(torch.equal(buffer, own) for buffer in buffers for own in outcomes[0][1])
+    assert not torch.equal(outcomes[0][1][0], outcomes[1][1][0])
+
+
+def test_pushed_and_pulled_less_often_it_steps_locally_in_between() -> None:
+    model = nn.Linear(1, 1, bias=False).double()
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    seen = []
+    less_often = "parameter_server(staleness=None, push_every=2, pull_every=2)"
+    with gradsync.synchronize(model, optimizer, less_often) as sync:
+        for _ in range(3):
+            optimizer.zero_grad()
+            (0.5 * model.weight.square()).sum().backward()  # the gradient is the weight
+            optimizer.step()
+            seen.append(model.weight.item())
+        assert sync.stats()["clocks"] == {0: 1}
+        sync.settle()
+    # Local: 1 - 0.5. The servers apply 1 + 0.5 at once: 1 - 0.75. Local again: 0.25 - 0.125, and settled it stays.
+    assert seen == [0.5, 0.25, 0.125]
+    assert model.weight.item() == 0.125
+
+
+def test_late_gradients_are_treated_as_the_users_function_says() -> None:
+    seen: list[int] = []
+
+    def rule(tau: int) -> float:
+        seen.append(tau)
+        return 0.5
+
+    model = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    strategy = gradsync.strategies.ParameterServer(staleness=None, staleness_policy=rule)
+    with gradsync.synchronize(model, optimizer, strategy):
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        assert optimizer.param_groups[0]["lr"] == 1.0
+    assert model.weight.item() == 0.5
+    assert seen == [0]
+
+
+def test_a_loaded_optimizer_state_goes_to_the_servers() -> None:
+    def run(comm: Communicator) -> list[Tensor]:
+        model, other = nn.Linear(2, 1, bias=False).double(), nn.Linear(2, 1, bias=False).double()
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+            other.weight.fill_(1.0)
+        loaded = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+        other.weight.sum().backward()
+        loaded.step()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with gradsync.synchronize(model, optimizer, BSP, comm=comm):
+            optimizer.load_state_dict(loaded.state_dict())
+            comm.barrier()
+            model.weight.sum().backward()
+            optimizer.step()
+            return [model.weight.detach().clone()]
+
+    for (weight,) in run_ranks(2, run):
+        assert weight.flatten().tolist() == pytest.approx([1.0 - 0.1 * 1.9] * 2)
+
+
+def test_a_newcomer_joins_by_address_and_contributes() -> None:
+    server = Server().start()
+    strategy = spec.render(gradsync.strategies.ParameterServer(staleness=None, servers=[server.address]))
+    arrived, done = threading.Event(), threading.Event()
+
+    def work(comm: Communicator, steps: int) -> dict[str, Any]:
+        model = nn.Linear(1, 1, bias=False).double()
+        with torch.no_grad():
+            model.weight.fill_(0.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with gradsync.synchronize(model, optimizer, strategy, comm=comm) as sync:
+            began_at = model.weight.item()
+            for _ in range(steps):
+                optimizer.zero_grad()
+                model.weight.sum().backward()  # the gradient is 1: the weight counts the pushes
+                optimizer.step()
+            if steps == 5:
+                arrived.set()
+                assert done.wait(20)
+            else:
+                done.set()
+            sync.settle()
+            return {"began": began_at, "ends": model.weight.item(), "clocks": sync.stats()["clocks"]}
+
+    def newcomer() -> None:
+        assert arrived.wait(20)
+        outcomes.append(work(Solo(timeout_s=20), 3))
+
+    outcomes: list[dict[str, Any]] = []
+    thread = threading.Thread(target=newcomer)
+    thread.start()
+    old = run_ranks(2, lambda comm: work(comm, 5))
+    thread.join(20)
+    server.close()
+    assert outcomes[0]["began"] <= -5
+    for outcome in (*old, *outcomes):
+        assert outcome["ends"] == -13.0
+        assert sorted(outcome["clocks"]) == [0, 1, 2]
+
+
+def test_with_another_number_of_ranks_nothing_that_is_owed_is_lost_or_sent_twice() -> None:
+    def saved(rank: int) -> dict[str, Any]:
+        owed = {"w": torch.tensor([10.0**rank])}
+        codec = {"residuals": owed, "velocities": {}}
+        own = {"codec": codec, "owed": owed, "owed_weight": 1.0 + rank, "num_steps": 4}
+        return {"clock": 4, "own": own, "server": {"versions": [4]} if rank == 0 else {}}
+
+    states = [saved(rank) for rank in range(3)]
+    strategy = gradsync.strategies.ParameterServer()
+    fewer = [strategy.redistribute(states, rank, 2)["own"] for rank in range(2)]
+    assert [own["owed"]["w"].item() for own in fewer] == [101.0, 10.0]
+    assert [own["codec"]["residuals"]["w"].item() for own in fewer] == [101.0, 10.0]
+    assert [own["owed_weight"] for own in fewer] == [4.0, 2.0]
+    more = [strategy.redistribute(states, rank, 5) for rank in range(5)]
+    assert [state["own"]["owed"].get("w", torch.zeros(1)).item() for state in more] == [1.0, 10.0, 100.0, 0.0, 0.0]
+    assert all(state["server"] == {"versions": [4]} and state["clock"] == 4 for state in more)
+
+
+# -- killed -----------------------------------------------------------------------------------------------------------
+
+
+def killed_at_step_ten(strategy: str, victim: int, steps: int) -> tuple[float, list[float], dict[int, int]]:
+    """The longest step in seconds, the weights, the clocks: of one rank of several, of which one is killed."""
+    comm = gradsync.connect(timeout_s=20)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    longest_s = 0.0
+    with gradsync.synchronize(model, optimizer, strategy, comm=comm) as sync:
+        for step in range(steps):
+            begun_s = time.monotonic()
+            if comm.rank == victim and step == 10:
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.zero_grad()
+            loss_of(model, batch(step, comm.rank), step).backward()
+            optimizer.step()
+            longest_s = max(longest_s, time.monotonic() - begun_s)
+        clocks = sync.stats()["clocks"]
+        sync.settle()
+        return longest_s, model.second.bias.tolist(), clocks
+
+
+def test_a_killed_worker_with_mirrored_shards_is_forgotten() -> None:
+    outcomes = run_processes(3, killed_at_step_ten, "parameter_server(mirrors=1)", 1, 30, expect_failure=True)
+    assert outcomes[1] == -signal.SIGKILL
+    for outcome in (outcomes[0], outcomes[2]):
+        assert isinstance(outcome, tuple), outcome
+        longest_s, weights, clocks = outcome
+        assert longest_s < 10
+        assert weights == outcomes[0][1]  # type: ignore[index]
+        assert clocks.keys() == {0, 2}
+        assert min(clocks.values()) >= 29
+
+
+def test_a_killed_worker_with_an_unmirrored_shard_is_an_error_that_names_it() -> None:
+    outcomes = run_processes(2, killed_at_step_ten, BSP, 1, 30, expect_failure=True)
+    assert outcomes[1] == -signal.SIGKILL
+    assert isinstance(outcomes[0], ServerLost), outcomes[0]
+    assert outcomes[0].shard == 1
+    assert "shard 1" in str(outcomes[0])
+    assert "mirrors=1" in str(outcomes[0])
+
+
+def save_and_die(strategy: str, folder: str, steps: int) -> list[Tensor]:
+    """Train to ``steps``, from a checkpoint if there is one, and save one on the way, after which rank 1 is killed."""
+    comm = gradsync.connect(timeout_s=20)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    path = Path(folder) / f"{comm.rank}.pt"
+    saved = torch.load(path) if path.exists() else None
+    if saved is not None:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    with gradsync.synchronize(model, optimizer, strategy, comm=comm, buffers="none") as sync:
+        if saved is not None:
+            sync.load_state_dict(saved["sync"])
+        for step in range(sync.stats()["step"], steps):
+            optimizer.zero_grad()
+            loss_of(model, batch(step, comm.rank), step).backward()
+            optimizer.step()
+            if step == 5 and saved is None and folder:
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "sync": sync.state_dict()}
+                torch.save(state, path)
+                comm.barrier()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return [param.detach().clone() for param in model.parameters()]
+
+
+def test_killed_and_resumed_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    strategy = "parameter_server(codec={'second.*': int8})"
+    whole = run_processes(2, save_and_die, strategy, "", 12)
+    died = run_processes(2, save_and_die, strategy, str(tmp_path), 12, expect_failure=True)
+    assert died == [-signal.SIGKILL] * 2
+    resumed = run_processes(2, save_and_die, strategy, str(tmp_path), 12)
+    for one, other in zip(whole, resumed, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+# -- as text, and refused ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "parameter_server",
+        "parameter_server(staleness=3)",
+        "parameter_server(staleness=None, push_every=4, pull_every=2)",
+        "parameter_server(staleness=None, staleness_policy=scale)",
+        "parameter_server(staleness=2, staleness_policy=drop(older_than=4))",
+        "parameter_server(backup=1, clip_norm=1.0, codec=int8, mirrors=1, snapshot_every=10)",
+        "parameter_server(servers=['tcp://127.0.0.1:5555'], keys='keys')",
+    ],
+)
+def test_a_spec_is_read_and_written_back(text: str) -> None:
+    assert spec.render(spec.parse(text)) == text
+
+
+def test_a_policy_may_be_named_in_quotes() -> None:
+    made = spec.parse("parameter_server(staleness=None, staleness_policy='scale')")
+    assert spec.render(made) == "parameter_server(staleness=None, staleness_policy=scale)"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"staleness": -1}, "staleness is 0"),
+        ({"push_every": 2}, "would break the bound"),
+        ({"staleness": None, "pull_every": 0}, "are 1 or more"),
+        ({"staleness_policy": "scale"}, "no gradient is late"),
+        ({"staleness": 1, "backup": 1}, "backup is for staleness=0"),
+        ({"mirrors": 2}, "mirrors of 0 or 1"),
+        ({"clip_norm": 0.0}, "above 0"),
+        ({"servers": []}, "names no server"),
+        (
+            {"staleness": None, "staleness_policy": lambda tau: 1.0, "servers": ["tcp://127.0.0.1:1"]},
+            "functions do not go to a server",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        gradsync.strategies.ParameterServer(**options)
+
+
+def test_what_it_can_not_serve_is_refused() -> None:
+    model = nn.Embedding(4, 2, sparse=True)
+    with pytest.raises(ValueError, match="weight has sparse ones"):
+        gradsync.synchronize(model, torch.optim.SGD(model.parameters(), lr=0.1), BSP)
+    dense = nn.Linear(2, 1)
+    with pytest.raises(ValueError, match="needs another server"):
+        gradsync.synchronize(dense, torch.optim.SGD(dense.parameters(), lr=0.1), "parameter_server(mirrors=1)")
