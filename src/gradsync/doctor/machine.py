@@ -1,0 +1,160 @@
+"""One rank's machine: its cores, how fast they compute and copy, its threads, its network interfaces."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradsync.comm.rendezvous import interface_address
+
+MATRIX = 384  # of the product that is timed: it stays in the cache, so that cores are measured and not memory
+COPY_BYTES = 64 << 20  # far beyond any cache
+ROUNDS = 7
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface that has an address."""
+
+    name: str
+    address: str
+    mbit_per_s: int | None = None  # what the link says of itself; None where it says nothing, as virtual ones do
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a rank finds where it runs. All of it travels as JSON."""
+
+    host: str
+    rank: int = 0
+    cores: int = 1  # that this process may use: what taskset, Slurm or a container leave of them
+    total_cores: int = 1
+    quota_cores: float | None = None  # what a container's quota allows a second; None: no limit
+    threads: int = 1  # of torch, in one operation
+    omp: str | None = None  # OMP_NUM_THREADS, if it is set
+    gflops: float = 0.0  # of float32, with all its threads
+    copy_gb_per_s: float = 0.0  # read and written
+    load: float = 0.0  # processes that ran or wanted to, over the last minute, before anything was measured here
+    gpus: tuple[str, ...] = ()
+    nccl: bool = False
+    interfaces: tuple[Interface, ...] = ()
+    used_interface: str | None = None  # that Gloo was told to use, or that leads to rank 0
+    versions: Mapping[str, str] = field(default_factory=dict)
+    clock_offset_s: float = 0.0  # this machine's wall clock less rank 0's
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Machine:
+        """What ``as_dict`` gave."""
+        links = tuple(Interface(**link) for link in data["interfaces"])
+        return cls(**{**data, "interfaces": links, "gpus": tuple(data["gpus"])})
+
+
+def examine(*, rank: int = 0, environ: Mapping[str, str] = os.environ) -> Machine:
+    """Look at this machine and time it: about half a second.
+
+    >>> from gradsync.doctor import examine
+    >>> machine = examine()
+    >>> machine.cores >= 1, machine.gflops > 0
+    (True, True)
+    """
+    load = os.getloadavg()[0]
+    interfaces = _interfaces()
+    gpus = [torch.cuda.get_device_properties(at).name for at in range(torch.cuda.device_count())]
+    return Machine(
+        host=platform.node(),
+        rank=rank,
+        cores=len(os.sched_getaffinity(0)),
+        total_cores=os.cpu_count() or 1,
+        quota_cores=_quota_cores(Path("/sys/fs/cgroup")),
+        threads=torch.get_num_threads(),
+        omp=environ.get("OMP_NUM_THREADS"),
+        gflops=_gflops(),
+        copy_gb_per_s=_copy_gb_per_s(),
+        load=load,
+        gpus=tuple(gpus),
+        nccl=torch.distributed.is_available() and torch.distributed.is_nccl_available(),
+        interfaces=interfaces,
+        used_interface=_used_interface(interfaces, environ),
+        versions={"python": platform.python_version(), "torch": str(torch.__version__)},
+    )
+
+
+def _gflops() -> float:
+    matrix = torch.ones(MATRIX, MATRIX)
+    matrix @ matrix
+    taken = []
+    for _ in range(ROUNDS):
+        start_s = time.perf_counter()
+        for _ in range(4):
+            matrix @ matrix
+        taken.append((time.perf_counter() - start_s) / 4)
+    return 2 * MATRIX**3 / statistics.median(taken) / 1e9
+
+
+def _copy_gb_per_s() -> float:
+    source, target = torch.zeros(COPY_BYTES, dtype=torch.uint8), torch.zeros(COPY_BYTES, dtype=torch.uint8)
+    taken = []
+    for _ in range(ROUNDS):
+        start_s = time.perf_counter()
+        target.copy_(source)
+        taken.append(time.perf_counter() - start_s)
+    return 2 * COPY_BYTES / statistics.median(taken) / 1e9
+
+
+def _quota_cores(folder: Path) -> float | None:
+    """What a container may use: ``cpu.max`` of cgroup version 2, or the two files of version 1."""
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota = (folder / "cpu" / "cpu.cfs_quota_us").read_text().strip()
+            period = (folder / "cpu" / "cpu.cfs_period_us").read_text().strip()
+        except OSError:
+            return None
+    return None if quota in ("max", "-1") else int(quota) / int(period)
+
+
+def _interfaces() -> tuple[Interface, ...]:
+    found = []
+    for _, name in socket.if_nameindex():
+        address = interface_address(name)
+        if address is not None:
+            found.append(Interface(name, address, _link_rate(Path("/sys/class/net") / name)))
+    return tuple(found)
+
+
+def _link_rate(folder: Path) -> int | None:
+    try:
+        rate = int((folder / "speed").read_text())
+    except (OSError, ValueError):
+        return None
+    return rate if rate > 0 else None
+
+
+def _used_interface(interfaces: tuple[Interface, ...], environ: Mapping[str, str]) -> str | None:
+    """The interface that Gloo was told to use; else the one whose address reaches rank 0."""
+    if said := environ.get("GLOO_SOCKET_IFNAME"):
+        return said.split(",")[0]
+    master = environ.get("MASTER_ADDR")
+    if not master:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((master, 9))  # sends nothing: it only asks the kernel for the way
+        except OSError:
+            return None
+        own = probe.getsockname()[0]
+    return next((each.name for each in interfaces if each.address == own), None)

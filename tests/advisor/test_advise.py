@@ -1,0 +1,150 @@
+"""What the adviser recommends: exact ones unless allowed, nothing where nothing helps, and why."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradsync.advisor import Choice, Cost, Costs, Measurement, Network, advise, default_choices, scaling
+from gradsync.advisor.convergence import MEASURED, REFERENCE_STEP, convergence_of
+from gradsync.advisor.meaning import meaning_of
+from tests.advisor.steps import measurement, network
+
+FAST, SLOW = network(1e12), network(20e6)
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def test_on_a_fast_network_it_says_change_nothing() -> None:
+    advice = advise(measurement(), FAST, allow="all")
+    assert not advice.change
+    assert advice.best is advice.now
+    assert advice.sentence == "your step is 100 % compute: change nothing"
+
+
+def test_what_changes_the_maths_is_shown_and_not_recommended_unless_allowed() -> None:
+    advice = advise(measurement(), SLOW, recorded_on=FAST)
+    shown = {str(row.choice): row for row in advice.rows}
+    assert shown["allreduce(codec=int8)"].speedup > 2
+    assert not shown["allreduce(codec=int8)"].allowed
+    assert advice.best.exact
+    assert "no exact choice helps: change nothing, or allow `" in advice.sentence or advice.change
+
+
+def test_what_is_allowed_is_recommended_with_what_it_would_bring() -> None:
+    advice = advise(measurement(), SLOW, recorded_on=FAST, allow=["allreduce(codec=int8)"])
+    assert str(advice.best.choice) == "allreduce(codec=int8)"
+    assert advice.sentence.startswith("synchronization costs 62 % of your step; ")
+    assert "`allreduce(codec=int8)` would take it to about " in advice.sentence
+
+
+def test_time_to_a_loss_counts_and_not_the_step() -> None:
+    """PowerSGD's step is the shortest here, but it needs 1.4 times the steps."""
+    texts = ["allreduce(codec=int4)", "allreduce(reducer=powersgd(rank=4))"]
+    free = {"compressed(codec=int4) 2": Cost((0.0,)), "powersgd 2": Cost((0.0, 0.0))}
+    costs = Costs(copy=0.0, by_strategy=free)
+    advice = advise(measurement(), network(8e6), recorded_on=FAST, costs=costs, allow=texts, choices=[])
+    rows = {str(row.choice): row for row in advice.rows}
+    assert rows[texts[1]].step_s < rows[texts[0]].step_s < 1.3 * rows[texts[1]].step_s
+    assert rows[texts[1]].steps_factor == 1.4
+    assert str(advice.best.choice) == texts[0]
+
+
+def test_what_nobody_knows_the_convergence_of_must_be_named() -> None:
+    link = network(2e6)  # so slow that an exchange every 50 steps is the shortest step by far
+    choices = [Choice("diloco(every=50)"), Choice("allreduce(codec=int4)")]
+    everything = advise(measurement(), link, recorded_on=FAST, allow="all", choices=choices)
+    rows = {str(row.choice): row for row in everything.rows}
+    assert rows["diloco(every=50)"].step_s < rows["allreduce(codec=int4)"].step_s
+    assert str(everything.best.choice) == "allreduce(codec=int4)"
+    named = advise(measurement(), link, recorded_on=FAST, allow=["diloco(every=50)"], choices=choices)
+    assert str(named.best.choice) == "diloco(every=50)"
+
+
+def test_less_than_the_margin_is_not_worth_a_change() -> None:
+    link = network(64e6)  # 4 MiB buckets hide a little more than one of 25
+    choices = [Choice("allreduce", 1 << 20)]
+    eager = advise(measurement(), link, recorded_on=FAST, choices=choices, margin=0.0)
+    assert eager.change
+    gain = eager.best.speedup - 1
+    assert not advise(measurement(), link, recorded_on=FAST, choices=choices, margin=gain + 0.01).change
+
+
+def test_stragglers_are_named_and_not_the_wire() -> None:
+    advice = advise(measurement(exposed_s=0.3, waiting_s=0.29), FAST)
+    assert "it is waiting for slower ranks and not the wire" in advice.sentence
+    assert not advice.change
+    mixed = advise(measurement(waiting_s=0.01, exposed_s=0.01), SLOW, recorded_on=FAST, allow=["allreduce(codec=int8)"])
+    assert "it is the wire, not the stragglers" in mixed.sentence
+
+
+def test_what_ran_comes_first_and_once_and_all_goes_through_json() -> None:
+    ran = Choice("allreduce(codec=int8)", 4 << 20)  # which is its usual size
+    advice = advise(measurement(choice=ran), FAST)
+    assert str(advice.now.choice) == "allreduce(codec=int8)"
+    assert [str(row.choice) for row in advice.rows].count("allreduce(codec=int8)") == 1
+    assert advice.now.allowed, "what runs may go on"
+    data = json.loads(json.dumps(advice.as_dict()))
+    assert data["rows"][0]["choice"] == data["now"]
+    assert {"step_s", "share", "risk", "note", "steps_factor", "bytes_per_step"} <= set(data["rows"][0])
+    step = measurement()
+    assert Measurement.from_dict(json.loads(json.dumps(step.as_dict()))) == step
+    assert Network.from_dict(json.loads(json.dumps(SLOW.as_dict()))) == SLOW
+    costs = Costs.typical()
+    assert Costs.from_dict(json.loads(json.dumps(costs.as_dict()))) == costs
+
+
+def test_it_is_pure() -> None:
+    one, other = (advise(measurement(), SLOW, recorded_on=FAST, allow="all") for _ in range(2))
+    assert one == other
+
+
+def test_scaling_goes_from_two_to_a_thousand() -> None:
+    rows = scaling(measurement(), network(500e6), recorded_on=FAST)
+    assert {row["choice"] for row in rows} == {str(choice) for choice in default_choices()}
+    exact = [row for row in rows if row["choice"] == "allreduce"]
+    assert [row["world_size"] for row in exact] == [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+    assert all(0 < row["efficiency"] <= 1.001 for row in exact)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [({"allow": "everything"}, "'exact', 'all' or a list"), ({"world_size": 0}, "at least 1")],
+)
+def test_a_mistake_is_said(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        advise(measurement(), FAST, **given)
+
+
+def test_every_choice_says_what_is_known_of_its_convergence() -> None:
+    for choice in default_choices():
+        known = convergence_of(meaning_of(choice.strategy))
+        assert known.risk != "unknown", f"{choice} needs a line in convergence.py"
+        assert known.note
+
+
+def test_the_table_of_steps_to_a_loss_is_what_the_benchmark_measured() -> None:
+    """The committed curves, read again."""
+    report = json.loads(next(RESULTS.glob("*convergence.json")).read_text())
+    exact = report["curves"]["allreduce"]
+    target = exact["loss"][exact["steps"].index(REFERENCE_STEP)]
+    seen = 0
+    for text, curve in report["curves"].items():
+        meaning = meaning_of(text)
+        if meaning.exact:
+            continue
+        steps = _steps_to(curve, target)
+        assert MEASURED[meaning.family].steps_factor == pytest.approx(steps / REFERENCE_STEP, abs=0.03), text
+        seen += 1
+    assert seen >= 5
+
+
+def _steps_to(curve: dict[str, list[float]], target: float) -> float:
+    pairs = list(zip(curve["steps"], curve["loss"], strict=True))
+    for (before, high), (after, low) in itertools.pairwise(pairs):
+        if low <= target:
+            return before + (high - target) / (high - low) * (after - before)
+    raise AssertionError("it never got there")

@@ -1,0 +1,162 @@
+"""A worker's curve of an unchanged script: whose loss, which steps, and all ranks stop after the same one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gradsync
+from gradsync.compare import Curve, CurveWriter, Limits, load_curve, summarize
+from gradsync.compare.curve import AHEAD, NEVER, EnoughSteps, _shared_counts
+from gradsync.compare.page import headline, render
+from gradsync.compare.summary import Summary, common_loss
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Iterator[Any]:
+    """Have a curve written of what this process trains."""
+    made: list[CurveWriter] = []
+
+    def start(**limits: Any) -> Path:
+        made.append(CurveWriter(tmp_path, Limits(**limits)))
+        return tmp_path
+
+    yield start
+    for writer in made:
+        writer.remove()
+    assert torch.autograd.backward.__module__ == "torch.autograd", "torch is as it was"
+
+
+def train(steps: int, *, accumulate: int = 1, scaler: torch.amp.GradScaler | None = None) -> int:
+    """Losses of 1, 2, 3, ...; returns how many steps there were."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    done = 0
+    with gradsync.synchronize(model, optimizer, accumulate=accumulate, scaler=scaler):
+        try:
+            for step in range(1, steps + 1):
+                optimizer.zero_grad()
+                loss = model(torch.ones(1, 2)).sum() * 0.0 + step
+                (loss if scaler is None else scaler.scale(loss)).backward()
+                if scaler is None:
+                    optimizer.step()
+                else:
+                    scaler.step(optimizer)
+                    scaler.update()
+                done += 1
+        except EnoughSteps:
+            return done
+    return done
+
+
+def test_the_loss_is_what_backward_is_called_on(write: Any) -> None:
+    folder = write(steps=4)
+    assert train(10) == 3, "the fourth step ends the script"
+    curve = load_curve(folder)
+    assert curve.steps == (1, 2, 3, 4)
+    assert curve.loss == (1.0, 2.0, 3.0, 4.0)
+    assert list(curve.seconds) == sorted(curve.seconds)
+    assert curve.bytes == (0.0, 0.0, 0.0, 0.0)
+
+
+def test_an_accumulation_is_one_step_with_the_mean_loss(write: Any) -> None:
+    folder = write(steps=2)
+    train(10, accumulate=3)
+    assert load_curve(folder).loss == (2.0, 5.0)
+
+
+def test_a_scaled_loss_is_divided_again(write: Any) -> None:
+    folder = write(steps=3)
+    train(5, scaler=torch.amp.GradScaler("cpu", init_scale=256.0))
+    assert load_curve(folder).loss == (1.0, 2.0, 3.0)
+
+
+def test_a_second_model_is_not_what_is_compared(write: Any) -> None:
+    folder = write(steps=50)
+    train(3)
+    train(4)
+    assert load_curve(folder).steps == (1, 2, 3)
+
+
+def test_after_its_seconds_a_run_stops_at_a_step_that_nobody_has_reached(write: Any) -> None:
+    folder = write(seconds=1e-9)
+    other = _shared_counts(folder / "counts", 1)
+    assert other[0] == NEVER
+    assert train(100) == AHEAD, "rank 0 names the step after its first one"
+    assert int(np.memmap(folder / "counts", np.int64, "r")[0]) == 1 + AHEAD
+
+
+def test_ranks_share_one_file_of_counts(tmp_path: Path) -> None:
+    one, other = (_shared_counts(tmp_path / "counts", 3) for _ in range(2))
+    one[2] = 7
+    assert list(other) == [NEVER, 0, 7, 0]
+
+
+def lines(rank: int, world: int, losses: list[Any]) -> str:
+    steps = [{"step": at + 1, "seconds": at + rank, "bytes": 10.0 * at, "loss": loss} for at, loss in enumerate(losses)]
+    return "".join(json.dumps(line) + "\n" for line in [{"rank": rank, "world_size": world}, *steps])
+
+
+def test_ranks_are_averaged_as_far_as_all_have_come(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.jsonl").write_text(lines(0, 2, [4.0, 2.0, 1.0]))
+    (tmp_path / "rank-1.jsonl").write_text(lines(1, 2, [2.0, None]) + '{"step": 3, "sec')  # killed in mid-line
+    curve = load_curve(tmp_path)
+    assert curve == Curve((1, 2), (1.0, 2.0), (0.0, 10.0), (3.0, 2.0))
+
+
+@pytest.mark.parametrize("present", [[], [0], [0, 1]])
+def test_a_run_without_steps_is_no_curve(tmp_path: Path, present: list[int]) -> None:
+    for rank in present:
+        (tmp_path / f"rank-{rank}.jsonl").write_text(lines(rank, 2, []))
+    with pytest.raises(ValueError, match="no step was seen on some rank"):
+        load_curve(tmp_path)
+
+
+def test_runs_are_compared_at_the_loss_that_all_have_reached() -> None:
+    fast = Curve((1, 2, 3), (0.1, 0.2, 0.3), (5.0, 10.0, 15.0), (3.0, 2.0, 1.5))
+    slow = Curve((1, 2, 3), (1.0, 2.0, 3.0), (1.0, 2.0, 3.0), (3.0, 2.5, 2.0))
+    target = common_loss([fast, slow])
+    assert target == 2.0
+    rows = [summarize("slow", slow, target=target), summarize("fast", fast, target=target)]
+    assert [row.seconds_to_loss for row in rows] == [3.0, 0.2]
+    assert [row.bytes_to_loss for row in rows] == [3.0, 10.0]
+    assert headline([row.as_dict() for row in rows], target) == "To a loss of 2, fast is 15.00 times as fast as slow."
+    silent = Curve((1, 2), (1.0, 2.0), (1.0, 2.0), (None, None))
+    assert common_loss([fast, silent]) is None
+    assert summarize("silent", silent, target=None).final_loss is None
+
+
+def test_the_page_holds_the_curves_and_asks_nobody(tmp_path: Path) -> None:
+    curve = Curve(tuple(range(1, 2001)), *[tuple(float(at) for at in range(2000))] * 3)
+    rows = [summarize("a</script>", curve, target=None), Summary(strategy="b", failure="ValueError: no\nmore")]
+    curves = {"a</script>": {**vars(curve), "smoothed": curve.smoothed()}}
+    page = render({"title": "<train>", "target_loss": None, "runs": [row.as_dict() for row in rows], "curves": curves})
+    assert "{{" not in page
+    assert "&lt;train&gt;" in page
+    assert "failed: ValueError: no<" in page
+    data = json.loads(page.split('type="application/json">')[1].split("</script>")[0])
+    shown = data["curves"]["a</script>"]
+    assert len(shown["steps"]) <= 601
+    assert shown["steps"][-1] == 2000
+    for asks in (" src=", "@import", "url(", "fetch(", "XMLHttpRequest"):
+        assert asks not in page
+
+
+@pytest.mark.parametrize("wrong", [{"steps": 0}, {"seconds": 0.0}])
+def test_limits_that_can_not_be_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        Limits(**wrong)
+
+
+def test_limits_reach_the_workers() -> None:
+    limits = Limits(steps=5, seconds=2.5)
+    assert Limits.from_environment(limits.as_environment()) == limits
+    assert Limits.from_environment({}) == Limits()
+    assert CurveWriter.from_environment({}) is None
