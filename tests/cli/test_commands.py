@@ -53,6 +53,7 @@ def test_help_of_run_has_our_options_first_and_all_of_torchruns() -> None:
         (["--nnodes", "3:2"], "min_nodes must be > 0 and <= max_nodes"),
         (["--nnodes", "a"], "invalid literal for int()"),
         (["--no-python", "--sync", "allreduce"], "--sync and --timeout-s reach Python scripts only"),
+        (["--keep-going", "--max-restarts", "1"], "Choose one"),
     ],
 )
 def test_a_mistake_is_said_before_any_worker_starts(

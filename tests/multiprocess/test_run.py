@@ -322,3 +322,28 @@ def test_two_nodes_each_with_a_launcher(launch: Launch, write: Callable[[str, st
     assert first.startswith("rank 0 failed: PeerLost: rank 1 was lost")
     assert first.endswith("it failed with ValueError: boom")
     assert rest[0] == "Traceback (most recent call last):"
+
+
+def test_with_keep_going_a_failure_is_told_and_the_others_go_on(
+    launch: Launch, write: Callable[[str, str], str], tmp_path: Path
+) -> None:
+    script = write(
+        "train.py",
+        """
+        import os, pathlib, time
+
+        ended = pathlib.Path(os.environ["GRADSYNC_ERROR_DIR"]) / "attempt0" / "rank1.failure"
+        if os.environ["RANK"] == "1":
+            raise ValueError("a planted failure")
+        end_s = time.monotonic() + 30
+        while not ended.exists():
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
+        time.sleep(1.5)  # long enough to be told to end, if anybody did
+        print("finished", flush=True)
+        """,
+    )
+    code, out, err = finish(launch("-n", "2", "--keep-going", script))
+    assert (code, out) == (1, "finished\n")
+    assert err.startswith("rank 1 failed: ValueError: a planted failure; the others go on\nTraceback")
+    assert err.endswith("1 of 2 workers failed: rank 1\n")

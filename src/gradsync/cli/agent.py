@@ -31,9 +31,14 @@ POLL_S = 0.05
 
 
 class Agent(LocalElasticAgent):
-    """Runs one node's workers; ``run()`` blocks until they have ended, and leaves no process of theirs behind."""
+    """Runs one node's workers; ``run()`` blocks until they have ended, and leaves no process of theirs behind.
 
-    def __init__(self, config: LaunchConfig, command: str, arguments: list[str], errors_dir: Path) -> None:
+    ``keep_going``: a worker that fails is told of, and the others are left alone.
+    """
+
+    def __init__(
+        self, config: LaunchConfig, command: str, arguments: list[str], errors_dir: Path, *, keep_going: bool = False
+    ) -> None:
         assert config.logs_specs is not None, "LaunchConfig fills it in"
         assert config.shutdown_timeout is not None, "LaunchConfig fills it in"
         super().__init__(
@@ -45,6 +50,8 @@ class Agent(LocalElasticAgent):
         )
         self._errors_dir = errors_dir
         self._attempt = Attempt(errors_dir, 0)
+        self._keep_going = keep_going
+        self._told: dict[int, Failure] = {}  # with keep_going: who has failed so far, in this order
         self.cause: Failure | None = None  # of the last attempt, if it failed
 
     # -- what torchelastic calls ---------------------------------------------------------------------------------
@@ -60,7 +67,13 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         codes = list(self._exit_codes().values())
         if any(code not in (None, 0) for code in codes):
-            self._hear_the_others_out()
+            if self._keep_going:
+                self._tell_of_failures()
+                if any(code is None for code in codes):
+                    return RunResult(state=WorkerState.HEALTHY)
+                self._sum_up()
+            else:
+                self._hear_the_others_out()
             self.end_what_is_left()
             if self._remaining_restarts > 0:
                 click.secho(f"starting all workers again ({self._remaining_restarts} more times at most)", err=True)
@@ -69,6 +82,28 @@ class Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         result: RunResult = super()._monitor_workers(worker_group)
         return result
+
+    # -- going on after a failure --------------------------------------------------------------------------------
+
+    def _tell_of_failures(self) -> None:
+        """Show how each worker failed that has since the last time, and end what it has left behind."""
+        for rank, code in self._exit_codes().items():
+            if code in (None, 0) or rank in self._told:
+                continue
+            failure = self._told[rank] = self._attempt.read_failure(rank, code, was_told_to_end=False)
+            if failure.is_consequence:
+                click.secho(failure.line(), err=True)
+            else:
+                click.secho(f"{failure.headline()}; the others go on", err=True, fg="red", bold=True)
+                if failure.traceback:
+                    click.echo(failure.traceback.rstrip("\n"), err=True)
+            _kill_group(self._processes()[rank].pid)
+
+    def _sum_up(self) -> None:
+        """All have ended: say in one line who failed."""
+        self.cause = root_cause(self._told.values()) or next(iter(self._told.values()))
+        ranks = ", ".join(str(rank) for rank in sorted(self._told))
+        click.secho(f"{len(self._told)} of {len(self._exit_codes())} workers failed: rank {ranks}", err=True, bold=True)
 
     # -- after a failure -----------------------------------------------------------------------------------------
 

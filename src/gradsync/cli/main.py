@@ -6,8 +6,13 @@ import importlib.metadata
 
 import click
 
+from gradsync.cli.compare import compare
+from gradsync.cli.doctor import doctor
 from gradsync.cli.info import info
+from gradsync.cli.keys import keys
+from gradsync.cli.profile import profile
 from gradsync.cli.run import run
+from gradsync.cli.serve import serve
 from gradsync.cli.tune import tune
 
 
@@ -21,8 +26,13 @@ def main() -> None:
 
 
 main.add_command(run)
+main.add_command(profile)
 main.add_command(info)
+main.add_command(doctor)
+main.add_command(compare)
 main.add_command(tune)
+main.add_command(serve)
+main.add_command(keys)
 
 if __name__ == "__main__":
     main()

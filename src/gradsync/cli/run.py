@@ -6,6 +6,7 @@ Every option of torchrun's is an option here, read from its own parser, so that 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -37,6 +38,11 @@ class RunCommand(click.Command):
         super().__init__(*args, **kwargs)
         self._own = list(self.params)
         self.params[:0] = _torchrun_options()
+
+    @property
+    def own_options(self) -> list[click.Parameter]:
+        """Those that torchrun does not have."""
+        return [param for param in self._own if isinstance(param, click.Option)]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         def section(title: str, params: list[click.Parameter]) -> None:
@@ -118,6 +124,22 @@ def _check_transport(ctx: click.Context, param: click.Parameter, name: str | Non
     callback=_check_transport,
     help="What moves the tensors, where the script leaves it open: c10d, shm.",
 )
+@click.option(
+    "--servers",
+    type=click.IntRange(min=1),
+    help="Start so many parameter servers too, for parameter_server(). Workers may then die: the others go on.",
+)
+@click.option(
+    "--keys",
+    metavar="FOLDER",
+    type=click.Path(exists=True, file_okay=False),
+    help="With --servers: let only holders of these keys in (see `gradsync keys`).",
+)
+@click.option(
+    "--keep-going",
+    is_flag=True,
+    help="If a worker fails, let the others go on, for strategies that bear it: gossip, parameter_server.",
+)
 @click.option("--prefix", is_flag=True, help="Begin every line that a worker prints with its [rank].")
 @click.option("--verbose", is_flag=True, help="Show torchelastic's own log and its summary of a failure.")
 @click.argument("script")
@@ -131,6 +153,9 @@ def run(
     sync: str | None,
     timeout_s: float | None,
     transport: str | None,
+    servers: int | None,
+    keys: str | None,
+    keep_going: bool,
     prefix: bool,
     verbose: bool,
     **given: Any,
@@ -138,13 +163,18 @@ def run(
     """Start SCRIPT with its ARGS in several workers that train in step.
 
     `gradsync run -n 4 train.py --lr 0.1` runs it four times on this machine. If a worker fails, its rank and its
-    traceback are shown first, the others are ended, and the exit code is not 0. Ctrl-C ends all.
+    traceback are shown first, the others are ended, and the exit code is not 0. (With --keep-going they are not ended,
+    and the last line says who failed.) Ctrl-C ends all.
     """
     options = torchrun.parse_args([*_as_arguments(given, ctx.command), script])
     options.training_script_args = list(arguments)
     _check_script(options)
     if options.no_python and (sync or timeout_s):
         raise click.UsageError("--sync and --timeout-s reach Python scripts only; got --no-python too.")
+    _check_servers(options, servers, keys)
+    keep_going = keep_going or servers is not None
+    if keep_going and options.max_restarts:
+        raise click.UsageError("--keep-going (or --servers) starts nobody again; got --max-restarts too. Choose one.")
     try:
         workers = torchrun.determine_local_world_size(options.nproc_per_node)
     except ValueError as error:
@@ -160,8 +190,11 @@ def run(
     if prefix:
         options.tee = "3"
         os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}] ")
-    with tempfile.TemporaryDirectory(prefix="gradsync_", ignore_cleanup_errors=True) as folder:
-        ctx.exit(_launch(options, Path(folder), verbose=verbose))
+    with (
+        tempfile.TemporaryDirectory(prefix="gradsync_", ignore_cleanup_errors=True) as folder,
+        _serving(servers, Path(folder) / "snapshots", keys),
+    ):
+        ctx.exit(_launch(options, Path(folder), verbose=verbose, keep_going=keep_going))
 
 
 def _as_arguments(given: dict[str, Any], command: click.Command) -> list[str]:
@@ -180,7 +213,37 @@ def _check_script(options: Any) -> None:
         )
 
 
-def _launch(options: Any, folder: Path, *, verbose: bool) -> int:
+def _check_servers(options: Any, servers: int | None, keys: str | None) -> None:
+    if servers is None:
+        if keys is not None:
+            raise click.UsageError("--keys is for the servers that --servers starts; got no --servers.")
+        return
+    if options.no_python:
+        raise click.UsageError("--servers reaches Python scripts only; got --no-python too.")
+    if torchrun.parse_min_max_nnodes(options.nnodes)[1] > 1:
+        raise click.UsageError(
+            "--servers starts servers on this machine, for workers of this machine. With several nodes start them "
+            "yourself, `gradsync serve`, and name them: parameter_server(servers=[...])."
+        )
+
+
+@contextlib.contextmanager
+def _serving(servers: int | None, folder: Path, keys: str | None) -> Iterator[None]:
+    """Have parameter servers for as long as the workers run."""
+    if servers is None:
+        yield
+        return
+    from gradsync.cli.shards import Shards
+
+    shards = Shards(servers, folder, keys)
+    os.environ["GRADSYNC_SERVERS"] = json.dumps({"addresses": shards.addresses, "keys": keys})
+    try:
+        yield
+    finally:
+        shards.close()
+
+
+def _launch(options: Any, folder: Path, *, verbose: bool, keep_going: bool) -> int:
     """Run the workers until they end; returns the exit code."""
     os.environ["GRADSYNC_ERROR_DIR"] = str(folder)
     os.environ["GRADSYNC_LAUNCHER_PID"] = str(os.getpid())
@@ -203,13 +266,15 @@ def _launch(options: Any, folder: Path, *, verbose: bool) -> int:
         if options.redirects != "0" and config.logs_specs is not None:
             click.secho(f"the workers' output goes to {config.logs_specs.root_log_dir}", err=True, dim=True)
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _signals_to_handle(config.signals_to_handle)
-        return _run(config, command, arguments, folder, verbose=verbose)
+        return _run(config, command, arguments, folder, verbose=verbose, keep_going=keep_going)
 
 
-def _run(config: LaunchConfig, command: str, arguments: list[str], folder: Path, *, verbose: bool) -> int:
+def _run(
+    config: LaunchConfig, command: str, arguments: list[str], folder: Path, *, verbose: bool, keep_going: bool
+) -> int:
     agent: Agent | None = None
     try:
-        agent = Agent(config, command, arguments, folder)
+        agent = Agent(config, command, arguments, folder, keep_going=keep_going)
         result = agent.run()
     except SignalException as ended:
         if agent is not None:

@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import json
 import os
 import runpy
 import signal
@@ -25,6 +26,7 @@ from typing import NoReturn
 from gradsync.cli.failures import Attempt, describe, is_ours
 from gradsync.cli.signals import SignalWatch
 from gradsync.comm import disconnect, override_timeout
+from gradsync.profiling.start import StepsDone, set_recording
 from gradsync.strategies import override_strategy
 
 PR_SET_PDEATHSIG = 1  # Linux: the signal that this process gets when its parent ends
@@ -36,7 +38,7 @@ def main(arguments: list[str]) -> int:
     errors_dir = os.environ.get("GRADSYNC_ERROR_DIR")
     attempt = Attempt(errors_dir, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))) if errors_dir else None
     if attempt is not None:
-        _end_with_launcher(int(os.environ["GRADSYNC_LAUNCHER_PID"]))
+        end_with_launcher(int(os.environ["GRADSYNC_LAUNCHER_PID"]))
         # A crash in C leaves Python's stack for the launcher. The file stays open for as long as the process lives.
         faulthandler.enable(open(attempt.crash_path(rank), "w"), all_threads=False)  # noqa: SIM115
     if attempt is not None and "GRADSYNC_KEEP_STDERR" not in os.environ:
@@ -46,7 +48,9 @@ def main(arguments: list[str]) -> int:
     pid = os.getpid()
     try:
         _apply_overrides()
-        _run_script(arguments)
+        with contextlib.suppress(StepsDone):  # gradsync profile has seen enough
+            _run_script(arguments)
+        _look_around()
     except SystemExit as request:
         if os.getpid() != pid:  # a child that the script has forked, and let run out of its own code
             raise
@@ -75,6 +79,26 @@ def _apply_overrides() -> None:
         override_strategy(text)
     if seconds := os.environ.get("GRADSYNC_TIMEOUT_S"):
         override_timeout(float(seconds))
+    if folder := os.environ.get("GRADSYNC_RECORD_DIR"):
+        steps = os.environ.get("GRADSYNC_RECORD_STEPS")
+        set_recording(folder=folder, stop_after_steps=int(steps) if steps else None)
+    if servers := os.environ.get("GRADSYNC_SERVERS"):
+        from gradsync.strategies.parameter_server import override_servers
+
+        override_servers(**json.loads(servers))
+    if "GRADSYNC_CURVE_DIR" in os.environ:
+        from gradsync.compare.curve import CurveWriter
+
+        CurveWriter.from_environment(os.environ)
+
+
+def _look_around() -> None:
+    """The script is over, and the ranks are still here: measure what the adviser needs, if it is wanted."""
+    folder = os.environ.get("GRADSYNC_RECORD_DIR")
+    if folder and os.environ.get("GRADSYNC_RECORD_NETWORK"):
+        from gradsync.cli.surroundings import measure_surroundings  # the adviser is not small
+
+        measure_surroundings(Path(folder), seconds=float(os.environ["GRADSYNC_RECORD_NETWORK"]))
 
 
 def _run_script(arguments: list[str]) -> None:
@@ -126,7 +150,7 @@ def _leave_it_to_the_launcher(kind: type[BaseException], error: BaseException, t
     """Print no traceback: the launcher shows the one that matters, first."""
 
 
-def _end_with_launcher(launcher_pid: int) -> None:
+def end_with_launcher(launcher_pid: int) -> None:
     """Have the kernel end this process when the launcher ends, however that happens: no orphans. Linux only."""
     if sys.platform != "linux":
         return

@@ -1,0 +1,187 @@
+"""``gradsync doctor``: what this machine, and what lies between several, can do; what is wrong, and what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from gradsync.cli.run import run
+from gradsync.comm import connect
+from gradsync.comm.base import Communicator
+from gradsync.comm.connect import TRANSPORTS
+from gradsync.comm.objects import all_gather_object
+from gradsync.comm.rendezvous import find_place
+from gradsync.doctor import Finding, Links, Machine, clock_offsets, examine, judge, measure_links
+
+LOG_WIDTH = 120  # of output that is no terminal's
+
+
+@click.command()
+@click.option("-n", "--nproc-per-node", "workers", type=click.IntRange(min=1), help="How many workers to start here.")
+@click.option("--nnodes", type=click.IntRange(min=1), help="How many machines take part; start it on each of them.")
+@click.option("--node-rank", type=click.IntRange(min=0), help="Which of them this is, from 0.")
+@click.option("--master-addr", help="The address of machine 0.")
+@click.option("--master-port", type=int, help="A free port there.")
+@click.option(
+    "--transport",
+    type=click.Choice([name for name in TRANSPORTS if name != "solo"]),
+    default="auto",
+    show_default=True,
+    help="What moves the tensors, as in gradsync.connect().",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0.2),
+    default=3.0,
+    show_default=True,
+    help="How long to measure what lies between the workers; longer => steadier.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+@click.pass_context
+def doctor(
+    ctx: click.Context,
+    workers: int | None,
+    nnodes: int | None,
+    node_rank: int | None,
+    master_addr: str | None,
+    master_port: int | None,
+    transport: str,
+    seconds: float,
+    as_json: bool,
+) -> None:
+    """Measure this machine, and with several workers the links between them; say what is wrong and what to do.
+
+    `gradsync doctor` looks at this machine alone, `gradsync doctor -n 2` also at two workers on it. Between machines,
+    on each: `gradsync doctor --nnodes 2 --node-rank 0 --master-addr HOST --master-port 29500 -n 1`, or start it as the
+    training is started: `torchrun ... -m gradsync.cli.main doctor`.
+    """
+    meeting = {"nnodes": nnodes, "node-rank": node_rank, "master-addr": master_addr, "master-port": master_port}
+    said = {name: value for name, value in meeting.items() if value is not None}
+    if find_place().world_size > 1:
+        if workers is not None or said:
+            raise click.UsageError("a launcher has started this worker already: leave -n and --nnodes out.")
+        _be_worker(transport, seconds, as_json=as_json)
+        return
+    if workers is None and not said:
+        machine = examine()
+        _show([machine], None, judge([machine]), as_json=as_json)
+        return
+    again = ["doctor", f"--transport={transport}", f"--seconds={seconds}", *(["--json"] if as_json else [])]
+    launch = [f"--{name}={value}" for name, value in said.items()]
+    ctx.exit(run.main([*launch, "-n", str(workers or 1), "-m", "gradsync.cli.main", *again], standalone_mode=False))
+
+
+def _be_worker(transport: str, seconds: float, *, as_json: bool) -> None:
+    """Measure with the other workers; rank 0 shows."""
+    try:
+        comm = connect(transport)
+    except ValueError as error:  # a transport that can't be had here
+        raise click.ClickException(str(error)) from error
+    console = Console(stderr=True, quiet=comm.rank != 0)
+    with console.status(f"measuring {comm.world_size} workers, about {seconds + 2:.0f} s"):
+        machines, links = examine_all(comm, seconds=seconds)
+    if comm.rank == 0:
+        _show(machines, links, judge(machines, links), as_json=as_json)
+    comm.barrier()  # nobody is gone before all have heard what they asked for
+
+
+def examine_all(comm: Communicator, *, seconds: float) -> tuple[list[Machine], Links]:
+    """Every rank's machine and what lies between them, on every rank. Blocks."""
+    comm.barrier()  # all compute and copy at the same time, as they will in training
+    own = examine(rank=comm.rank, environ=os.environ)
+    offsets = clock_offsets(comm)
+    machines = [Machine.from_dict(each) for each in all_gather_object(comm, _plain(own.as_dict()))]
+    machines = [dataclasses.replace(each, clock_offset_s=offsets[each.rank]) for each in machines]
+    return machines, measure_links(comm, seconds=seconds)
+
+
+def _plain(data: dict[str, Any]) -> Any:
+    """As JSON has it: lists for tuples."""
+    return json.loads(json.dumps(data))
+
+
+def _show(machines: Sequence[Machine], links: Links | None, findings: Sequence[Finding], *, as_json: bool) -> None:
+    if as_json:
+        found = {
+            "machines": [machine.as_dict() for machine in machines],
+            "links": None if links is None else links.as_dict(),
+            "findings": [finding.as_dict() for finding in findings],
+        }
+        click.echo(json.dumps(found, indent=2))
+        return
+    console = Console()
+    if not console.is_terminal:
+        console.width = LOG_WIDTH
+    console.print(_machine_table(machines))
+    if links is not None:
+        console.print(_link_table(links))
+        console.print(_all_reduce_table(links))
+    _show_findings(console, findings)
+
+
+def _machine_table(machines: Sequence[Machine]) -> Table:
+    table = Table(title="machines", title_justify="left")
+    for column in ("rank", "host", "cores", "threads", "GFLOP/s", "copy, GB/s", "interface", "clock, ms"):
+        table.add_column(column, justify="left" if column in ("host", "interface") else "right")
+    for machine in machines:
+        used = next((link for link in machine.interfaces if link.name == machine.used_interface), None)
+        rate = f" {used.mbit_per_s} Mbit/s" if used is not None and used.mbit_per_s else ""
+        cores = f"{machine.cores}" + (f" of {machine.total_cores}" if machine.cores != machine.total_cores else "")
+        table.add_row(
+            str(machine.rank),
+            machine.host + (f" ({', '.join(machine.gpus)})" if machine.gpus else ""),
+            cores,
+            f"{machine.threads}" + (f" (OMP {machine.omp})" if machine.omp else ""),
+            f"{machine.gflops:.0f}",
+            f"{machine.copy_gb_per_s:.1f}",
+            (machine.used_interface or "") + rate,
+            f"{machine.clock_offset_s * 1e3:+.1f}",
+        )
+    return table
+
+
+def _link_table(links: Links) -> Table:
+    network = links.network
+    table = Table(title="between the workers", title_justify="left", show_header=False)
+    hosts = "one host" if links.num_hosts == 1 else f"{links.num_hosts} hosts"
+    table.add_row("transport", f"{links.transport}, {links.world_size} workers on {hosts} ({links.why})")
+    table.add_row(
+        "rate", f"{network.gbit_per_s:.3g} Gbit/s ({network.bytes_per_s / 1e6:.4g} MB/s) while nobody computes"
+    )
+    busy = network.busy_bytes_per_s
+    table.add_row("", f"{busy * 8 / 1e9:.3g} Gbit/s ({busy / 1e6:.4g} MB/s) while the workers compute")
+    table.add_row("latency", f"{network.latency_s * 1e6:.0f} µs from one worker to another")
+    table.add_row(
+        "a small all-reduce", f"{network.call_s * 1e6:.0f} µs, {network.busy_call_s * 1e6:.0f} while computing"
+    )
+    table.add_row("takes from compute", f"{network.cpu_s_per_byte * 1e9:.2g} ms of a core for each MB sent")
+    return table
+
+
+def _all_reduce_table(links: Links) -> Table:
+    table = Table(title="all-reduce", title_justify="left")
+    for column in ("size", "time, ms", "moves, GB/s"):
+        table.add_column(column, justify="right")
+    for size, seconds in links.all_reduce:
+        table.add_row(_size(size), f"{seconds * 1e3:.3g}", f"{size / seconds / 1e9:.3g}")
+    return table
+
+
+def _show_findings(console: Console, findings: Sequence[Finding]) -> None:
+    if not findings:
+        console.print("[bold green]Nothing is wrong here.[/]")
+    for finding in findings:
+        mark = "[bold red]wrong[/] " if finding.severity == "wrong" else "[yellow]advice[/]"
+        console.print(f"{mark} {finding.what}.", highlight=False)
+        console.print(f"       {finding.do}", highlight=False)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes >> 20} MiB" if num_bytes >= 1 << 20 else f"{num_bytes >> 10} KiB"

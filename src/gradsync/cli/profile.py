@@ -1,0 +1,163 @@
+"""``gradsync profile``: run a script unchanged, and say where its steps' time goes and what would help."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from gradsync.cli.profile_view import show
+from gradsync.cli.run import RunCommand, run
+from gradsync.cli.surroundings import advice_for, read_surroundings
+from gradsync.profiling.report import write_report
+from gradsync.profiling.run import Run, load
+from gradsync.profiling.summary import summarize, verdict
+from gradsync.profiling.trace import write_trace
+
+
+@click.command(
+    cls=RunCommand,
+    params=run.own_options,
+    context_settings=run.context_settings,
+    epilog="Everything after SCRIPT is the script's own. Other options are those of `gradsync run`.",
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    default=60,
+    show_default=True,
+    help="End the script after so many steps; more => steadier figures.",
+)
+@click.option("--to-the-end", is_flag=True, help="Let the script run to its own end, however many steps that takes.")
+@click.option(
+    "--report",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("report.html"),
+    show_default=True,
+    help="Where the report goes: one page that needs nothing else.",
+)
+@click.option(
+    "--trace",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("trace.json"),
+    show_default=True,
+    help="Where the trace goes, for https://ui.perfetto.dev or chrome://tracing.",
+)
+@click.option(
+    "--record-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Keep what the workers recorded here. On several nodes: a folder that all of them share.",
+)
+@click.option(
+    "--network-s",
+    type=click.FloatRange(min=0),
+    default=2.0,
+    show_default=True,
+    help="How long to measure the network afterwards, for the what-if table; 0: not at all.",
+)
+@click.argument("script")
+@click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def profile(
+    ctx: click.Context,
+    /,
+    script: str,
+    arguments: tuple[str, ...],
+    steps: int,
+    to_the_end: bool,
+    report: Path,
+    trace: Path,
+    record_dir: Path | None,
+    network_s: float,
+    **given: Any,
+) -> None:
+    """Run SCRIPT with its ARGS in several workers, and say where the time of its steps goes.
+
+    `gradsync profile -n 2 train.py` runs the script as `gradsync run` does, unchanged, for some steps; then it shows
+    what of a step is compute, what waits for the slowest worker and what for the wire, and what would help. A run that
+    fails or is stopped is reported as far as it came.
+    """
+    for path in (report, trace):
+        if not path.absolute().parent.is_dir():
+            raise click.UsageError(
+                f"there is no folder {path.absolute().parent} to write {path.name} to. Make it first."
+            )
+    with _folder(record_dir) as folder:
+        settings = {"DIR": str(folder.absolute()), "STEPS": None if to_the_end else str(steps)}
+        settings["NETWORK"] = str(network_s) if network_s > 0 else None
+        with _environment({f"GRADSYNC_RECORD_{name}": value for name, value in settings.items()}):
+            code = _run(ctx, script, arguments, given)
+        _tell(folder, report, trace, code, measured=network_s > 0)
+    ctx.exit(code)
+
+
+@contextlib.contextmanager
+def _folder(said: Path | None) -> Iterator[Path]:
+    if said is None:
+        with tempfile.TemporaryDirectory(prefix="gradsync_profile_") as made:
+            yield Path(made)
+        return
+    said.mkdir(parents=True, exist_ok=True)
+    if any(said.glob("rank-*.jsonl")):
+        raise click.UsageError(f"{said} holds what another run has recorded. Name an empty folder.")
+    yield said
+
+
+@contextlib.contextmanager
+def _environment(settings: dict[str, str | None]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in settings}
+    _set(settings)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(settings: dict[str, str | None]) -> None:
+    for name, value in settings.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _run(ctx: click.Context, script: str, arguments: tuple[str, ...], given: dict[str, Any]) -> int:
+    """As ``gradsync run`` does it; returns its exit code."""
+    try:
+        ctx.invoke(run, script=script, arguments=arguments, **given)
+    except click.exceptions.Exit as ended:
+        return ended.exit_code
+    return 0
+
+
+def _tell(folder: Path, report: Path, trace: Path, code: int, *, measured: bool) -> None:
+    """Show what was recorded, and write the report and the trace."""
+    try:
+        recorded = load(folder)
+        summary = summarize(recorded)
+    except ValueError as error:
+        click.secho(f"nothing to report: {error}", err=True, fg="yellow")
+        return
+    advice = _advice(recorded, folder, measured=measured)
+    sentence = verdict(summary, advice if "rows" in advice else None)
+    note = "" if code == 0 else f"The run ended with code {code}; this is what there was until then."
+    write_report(recorded, report, advice=advice, surroundings=read_surroundings(folder), note=note)
+    write_trace(recorded, trace)
+    console = Console(width=None if sys.stdout.isatty() else 100)
+    show(console, summary, sentence, advice, note=note)
+    console.print(f"[dim]report[/] {report}   [dim]trace[/] {trace}", highlight=False, soft_wrap=True)
+
+
+def _advice(recorded: Run, folder: Path, *, measured: bool) -> dict[str, Any]:
+    if recorded.world_size == 1:
+        return {"problem": "one worker has nobody to talk to: there is nothing to choose"}
+    if not measured:
+        return {"problem": "the network was not measured, as --network-s 0 asks: so nothing is predicted"}
+    return advice_for(recorded, read_surroundings(folder))

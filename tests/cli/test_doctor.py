@@ -1,0 +1,94 @@
+"""``gradsync doctor``: this machine alone, two real workers, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+from click.testing import CliRunner, Result
+
+from gradsync.cli.doctor import examine_all
+from gradsync.cli.main import main
+from gradsync.comm import run_ranks
+from gradsync.doctor import Links, Machine
+from tests.ranks import run_processes
+
+
+@pytest.fixture(autouse=True)
+def outside_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "PMI_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def doctor(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["doctor", *arguments], prog_name="gradsync")
+
+
+def test_alone_it_looks_at_this_machine() -> None:
+    shown = doctor()
+    assert shown.exit_code == 0, shown.output
+    assert "GFLOP/s" in shown.output
+    assert "all-reduce" not in shown.output
+    found = json.loads(doctor("--json").output)
+    (machine,) = (Machine.from_dict(each) for each in found["machines"])
+    assert machine.cores == len(os.sched_getaffinity(0))
+    assert machine.copy_gb_per_s > 0
+    assert found["links"] is None
+
+
+def as_worker(*arguments: str) -> str:
+    result = doctor(*arguments)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return f"{result.exit_code} {result.stdout}"
+
+
+def test_workers_measure_what_lies_between_them_and_rank_0_speaks() -> None:
+    first, other = run_processes(2, as_worker, "--seconds", "0.3", "--transport", "c10d")
+    assert first.startswith("0 ")
+    assert other == "0 "
+    for words in ("c10d, 2 workers on one host", "latency", "4 KiB", "moves, GB/s", "Use --transport shm"):
+        assert words in first
+
+
+def test_all_ranks_learn_of_all_machines_and_clocks() -> None:
+    outcomes = run_ranks(3, lambda comm: examine_all(comm, seconds=0.2))
+    machines, links = outcomes[0]
+    assert [machine.rank for machine in machines] == [0, 1, 2]
+    assert all(abs(machine.clock_offset_s) < 0.5 for machine in machines), "they have one clock"
+    assert links.hosts == ((0, 1, 2),)
+    assert links.all_reduce[0][0] == 4096
+    assert all(each[1] == links for each in outcomes)
+    assert Links.from_dict(json.loads(json.dumps(links.as_dict()))) == links
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-n", "0"], "0 is not in the range"),
+        (["--transport", "pigeon"], "'pigeon' is not one of"),
+        (["--seconds", "0"], "range"),
+    ],
+)
+def test_a_mistake_is_said(arguments: list[str], said: str) -> None:
+    result = doctor(*arguments)
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_workers_are_not_started_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    result = doctor("-n", "2")
+    assert result.exit_code == 2
+    assert "a launcher has started this worker already" in result.output
+
+
+def test_it_starts_workers_as_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reaches the launcher; that it launches is its own tests' affair."""
+    told: list[list[str]] = []
+    monkeypatch.setattr("gradsync.cli.doctor.run.main", lambda arguments, **_: told.append(arguments) or 0)
+    assert doctor("-n", "2", "--nnodes", "2", "--node-rank", "1", "--master-addr", "h", "--json").exit_code == 0
+    assert told[0][:5] == ["--nnodes=2", "--node-rank=1", "--master-addr=h", "-n", "2"]
+    assert told[0][5:8] == ["-m", "gradsync.cli.main", "doctor"]
+    assert "--json" in told[0]

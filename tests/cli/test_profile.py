@@ -1,0 +1,216 @@
+"""``gradsync profile``: a script runs unchanged, and what there was is reported, however it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from gradsync.advisor import Choice
+from gradsync.cli import surroundings
+from gradsync.cli.main import main
+from gradsync.cli.profile_view import duration, show, size
+from gradsync.cli.surroundings import advice_for, measurement_of, read_surroundings
+from gradsync.comm import Communicator, run_ranks
+from gradsync.profiling import load
+from gradsync.profiling.summary import summarize, verdict
+from tests.profiling.notes import write_run
+
+SCRIPT = """
+    import os, signal, sys, time
+    import torch
+    import gradsync
+
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = gradsync.synchronize(model, optimizer)
+    torch.manual_seed(sync.rank)
+    for step in range(10_000):
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if sys.argv[1] == "dies" and step == 6 and sync.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if sys.argv[1] == "dawdles":
+            time.sleep(0.05)
+            print("step", step, flush=True)
+    print("never comes here")
+"""
+
+
+def command(folder: Path, *options: str) -> list[str]:
+    (folder / "train.py").write_text(textwrap.dedent(SCRIPT))
+    files = ["--report", str(folder / "report.html"), "--trace", str(folder / "trace.json")]
+    return [sys.executable, "-m", "gradsync.cli.main", "profile", *files, *options]
+
+
+def run(folder: Path, *options: str, way: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    whole = [*command(folder, *options), str(folder / "train.py"), way]
+    return subprocess.run(whole, env=env, capture_output=True, text=True, timeout=100, check=False)
+
+
+def recorded(folder: Path) -> dict[str, Any]:
+    page = (folder / "report.html").read_text()
+    data: dict[str, Any] = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    return data
+
+
+def test_a_script_is_profiled_for_some_steps(tmp_path: Path) -> None:
+    done = run(tmp_path, "-n", "1", "--steps", "12", way="runs")
+    assert done.returncode == 0, done.stderr
+    assert "never comes here" not in done.stdout
+    for part in ("compute", "pack", "waiting", "wire", "scaling efficiency"):
+        assert part in done.stdout
+    assert "one worker has nobody to synchronize with" in done.stdout
+    data = recorded(tmp_path)
+    assert data["summary"]["num_steps"] == 12
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sum(event.get("cat") == "step" for event in trace) == 12
+
+
+def test_two_workers_are_profiled_and_advised(tmp_path: Path, exhaustive: bool) -> None:
+    if not exhaustive:
+        pytest.skip("the parts are tested one by one; all at once with --exhaustive")
+    done = run(tmp_path, "-n", "2", "--steps", "12", "--network-s", "0.1", way="runs")
+    assert done.returncode == 0, done.stderr
+    for part in ("ranks", "buckets", "what if"):
+        assert part in done.stdout
+    assert "synchronization costs" in done.stdout or "change nothing" in done.stdout
+    data = recorded(tmp_path)
+    assert [rank["rank"] for rank in data["summary"]["ranks"]] == [0, 1]
+    assert data["limit_bytes_per_s"] > 0
+    assert data["advice"]["now"] == "allreduce"
+    assert len(data["advice"]["rows"]) > 3
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sum(event.get("cat") == "step" for event in trace) == 24
+
+
+def test_a_run_that_is_killed_leaves_a_report_of_what_there_was(tmp_path: Path) -> None:
+    done = run(
+        tmp_path, "-n", "2", "--transport", "c10d", "--to-the-end", "--record-dir", str(tmp_path / "notes"), way="dies"
+    )
+    assert done.returncode != 0
+    assert "this is what there was until then" in done.stdout
+    data = recorded(tmp_path)
+    assert data["summary"]["num_steps"] == 7
+    assert "ended with code" in data["note"]
+    assert "the run did not come to its end" in data["no_advice"]
+    assert load(tmp_path / "notes").num_steps == 7
+
+
+def test_a_run_that_is_stopped_leaves_a_report_of_what_there_was(tmp_path: Path, exhaustive: bool) -> None:
+    if not exhaustive:
+        pytest.skip("a killed run shows the same; with --exhaustive")
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    whole = [*command(tmp_path, "-n", "2", "--to-the-end"), str(tmp_path / "train.py"), "dawdles"]
+    with subprocess.Popen(whole, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        started = time.monotonic()
+        while "step 5" not in process.stdout.readline():
+            assert time.monotonic() - started < 60
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert "this is what there was until then" in rest
+    assert recorded(tmp_path)["summary"]["num_steps"] >= 5
+
+
+def test_what_surrounds_a_run_is_measured_by_all_ranks_and_written_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path, late_ms=40, wire_ms=30)
+    here = threading.local()
+    monkeypatch.setattr(surroundings, "connect", lambda: here.comm)
+    monkeypatch.setattr(surroundings, "default_choices", lambda: (Choice("allreduce"), Choice("allreduce(codec=fp16)")))
+
+    def work(comm: Communicator) -> None:
+        here.comm = comm
+        surroundings.measure_surroundings(tmp_path, seconds=0.1)
+
+    run_ranks(2, work)
+    found = read_surroundings(tmp_path)
+    assert found["network"]["bytes_per_s"] > 0
+    advice = advice_for(load(tmp_path), found)
+    assert advice["now"] == "allreduce"
+    assert {row["choice"] for row in advice["rows"]} >= {"allreduce", "allreduce(codec=fp16)"}
+
+
+def test_what_can_not_be_measured_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path)
+    here = threading.local()
+    monkeypatch.setattr(surroundings, "connect", lambda: here.comm)
+
+    def closed(comm: Communicator, *, seconds: float) -> None:
+        raise ValueError("this communicator is closed")
+
+    monkeypatch.setattr(surroundings, "measure_network", closed)
+
+    def work(comm: Communicator) -> None:
+        here.comm = comm
+        surroundings.measure_surroundings(tmp_path, seconds=0.1)
+
+    run_ranks(2, work)
+    assert "this communicator is closed" in advice_for(load(tmp_path), read_surroundings(tmp_path))["problem"]
+
+
+def test_what_it_can_not_do_it_says(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('no model here')")
+    missing = CliRunner().invoke(main, ["profile", "-n", "2", "--report", str(tmp_path / "no" / "r.html"), "train.py"])
+    assert missing.exit_code == 2
+    assert "there is no folder" in missing.output
+    write_run(tmp_path)
+    script = str(tmp_path / "train.py")
+    taken = CliRunner().invoke(main, ["profile", "-n", "2", "--record-dir", str(tmp_path), script])
+    assert taken.exit_code == 2
+    assert "holds what another run has recorded" in taken.output
+
+
+def test_the_terminal_shows_what_was_planted(tmp_path: Path) -> None:
+    summary = summarize(load(write_run(tmp_path, late_ms=40, wire_ms=30)))
+    console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    show(console, summary, verdict(summary), {"problem": "the network was not measured"}, note="It ended early.")
+    text = console.export_text()
+    assert "allreduce over c10d, 2 workers on 2 hosts; means of 10 of 12 steps" in text
+    assert "It ended early." in text
+    assert text.count("█") == 78
+    assert "20 ms" in text  # waiting, by the mean
+    assert "60.6 %" in text
+    assert "the straggler" in text
+    assert "the network was not measured" in text
+    console.file.close()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0.0, "0 µs"), (4.2e-5, "42 µs"), (0.0123, "12.3 ms"), (0.456, "456 ms"), (1.5, "1.5 s")]
+)
+def test_times_are_written_in_units_that_suit_them(seconds: float, said: str) -> None:
+    assert duration(seconds) == said
+    assert (size(12), size(4.5e3), size(6.7e7)) == ("12 B", "4.5 kB", "67 MB")
+
+
+def test_a_run_as_the_adviser_reads_it(tmp_path: Path) -> None:
+    run = load(write_run(tmp_path, late_ms=40, wire_ms=30))
+    found = measurement_of(run)
+    assert found.step_s == pytest.approx(0.132)
+    assert found.after_s == pytest.approx(0.005)
+    assert found.waiting_s == 0.0  # of the slowest rank
+    assert found.exposed_s == pytest.approx(0.030)
+    assert [gradient.name for gradient in found.gradients] == ["head.bias", "head.weight", "body.weight"]
+    assert found.gradients[2].shape == (2000, 1000)
+    assert found.world_size == 2
+    assert found.ranks_per_host == 1
+    assert advice_for(run, read_surroundings(tmp_path)) == {
+        "problem": "the network was not measured: the run did not come to its end"
+    }
