@@ -6,7 +6,8 @@
 Every run is ``gradsync run -n 2 --sync SPEC examples/char_lm.py``: the same model, data order, learning rate and
 initial weights for all specs of a seed. The first spec is what the others are compared with. Seeds take turns, so
 that whatever else the machine does falls on all specs alike. Seconds are those of the training steps on this machine,
-where the workers share memory; evaluations are not counted. Bytes are what one worker sends.
+where the workers share memory; evaluations are not counted. Bytes are what one worker sends. A strategy under which
+workers train on their own settles once, before the evaluation at the end.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ PERCENT = {  # of exact training's eval loss: how much more a spec may end with
     "onebit_adam(warmup_steps=150)": 2.0,
     "allreduce(codec=topk(density=0.01))": 2.0,
     "allreduce(reducer=powersgd(rank=4))": 2.0,
+    "diloco(every=50, fragments=4, codec=int4)": 2.0,
 }
 # A small model: what matters here is how the loss falls, and 21 runs should not take a day.
 MODEL = "--layers 2 --width 128"

@@ -67,17 +67,20 @@ def free_port() -> int:
         return port
 
 
-def summarize(measured: dict[str, Any], *, counted: bool) -> dict[str, dict[str, Any]]:
+def summarize(measured: dict[str, Any], *, counted: bool, means: bool = False) -> dict[str, dict[str, Any]]:
     """Reduce each variant's steps to medians, and each round to ratios to DDP's and bare steps of the same round.
 
     counted: the interface carried nothing but one worker's traffic (on loopback it carries everybody's).
+    means: in place of medians, for variants of which only a few steps talk to others.
     """
-    rounds = {name: [statistics.median(block) for block in blocks] for name, blocks in measured["step_s"].items()}
+    middle = statistics.fmean if means else statistics.median
+    rounds = {name: [middle(block) for block in blocks] for name, blocks in measured["step_s"].items()}
     summary: dict[str, dict[str, Any]] = {}
     for name, blocks in measured["step_s"].items():
         sent = statistics.median(measured["sent_bytes_per_step"][name])
         summary[name] = {
             "median_step_s": statistics.median(seconds for block in blocks for seconds in block),
+            "mean_step_s": statistics.fmean(seconds for block in blocks for seconds in block),
             "sent_bytes_per_step": round(sent) if counted else None,
         }
         for baseline in BASELINES:
@@ -87,19 +90,25 @@ def summarize(measured: dict[str, Any], *, counted: bool) -> dict[str, dict[str,
     return summary
 
 
-def table_of(summaries: dict[str, dict[str, dict[str, Any]]]) -> Table:
+def table_of(summaries: dict[str, dict[str, dict[str, Any]]], *, means: bool = False) -> Table:
     """Lay the summaries of all links out for a reader: medians, and what one worker's interface sent in a step."""
     table = Table(title="A training step, 2 workers: 16.9 M parameters, 68 MB of gradients")
     for column in ("link", "variant"):
         table.add_column(column)
-    for column in ("step, ms", "times DDP's (95 %)", "times compute's (95 %)", "sent, MB"):
+    for column in (
+        f"{'mean' if means else 'median'} step, ms",
+        "times DDP's (95 %)",
+        "times compute's (95 %)",
+        "sent, MB",
+    ):
         table.add_column(column, justify="right")
     for link, summary in summaries.items():
         for name, row in summary.items():
             ratios = [row[f"ratio_to_{baseline}"] for baseline in BASELINES]
             shown = ["" if ratio is None else str(PairedRatio(**ratio)) for ratio in ratios]
             sent = "" if row["sent_bytes_per_step"] is None else f"{row['sent_bytes_per_step'] / 1e6:.1f}"
-            table.add_row(link, VARIANTS[name].title, f"{row['median_step_s'] * 1e3:.0f}", *shown, sent)
+            middle = row["mean_step_s" if means else "median_step_s"]
+            table.add_row(link, VARIANTS[name].title, f"{middle * 1e3:.0f}", *shown, sent)
         table.add_section()
     return table
 
@@ -129,6 +138,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--variants", default="compute,ddp,gradsync,gradsync_shm", help=f"of {','.join(VARIANTS)}")
     parser.add_argument("--rounds", type=int, default=20, help="pairs for the interval (default: 20)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a variant in a round (default: 5)")
+    parser.add_argument("--means", action="store_true", help="compare means of steps instead of medians")
     parser.add_argument("--timeout-s", type=float, default=1800.0, help="for each link (default: 1800)")
     parser.add_argument("--results", type=Path, default=PROJECT / "benchmarks" / "results", help="folder for the JSON")
     options = parser.parse_args(arguments)
@@ -162,8 +172,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 )
             except LabError as error:
                 sys.exit(f"bench_step: {link}: {error}")
-        summaries[link] = summarize(links[link], counted=link != SAME_HOST)
-    console.print(table_of(summaries))
+        summaries[link] = summarize(links[link], counted=link != SAME_HOST, means=options.means)
+    console.print(table_of(summaries, means=options.means))
     options.results.mkdir(parents=True, exist_ok=True)
     path = options.results / f"{started:%Y-%m-%d-%H%M}-step.json"
     report = {

@@ -119,6 +119,13 @@ LOSSY = {
     "powersgd_alternating": "allreduce(reducer=powersgd(rank=4, alternating=True))",
 }
 
+# Everything that exchanges weights now and then: most steps cost nothing, a few much, so compare means.
+PERIODIC = {
+    "local_sgd": "local_sgd(every=50)",
+    "diloco": "diloco(every=50, fragments=4, codec=int4)",
+    "diloco_whole": "diloco(every=50, codec=int4)",
+}
+
 # A new transport, strategy or codec to compare is one entry here.
 VARIANTS: dict[str, Variant] = {
     "compute": Variant(title="compute only", attach=_compute_only),
@@ -128,7 +135,7 @@ VARIANTS: dict[str, Variant] = {
     "ddp_powersgd": Variant(title="DDP, PowerSGD rank 4 hook", attach=_ddp_powersgd),
     "gradsync": Variant(title="gradsync, c10d", attach=_gradsync),
     "gradsync_shm": Variant(title="gradsync, shm", attach=_gradsync_shm, one_host_only=True),
-    **{name: Variant(title=text, attach=_strategy(text)) for name, text in LOSSY.items()},
+    **{name: Variant(title=text, attach=_strategy(text)) for name, text in {**LOSSY, **PERIODIC}.items()},
 }
 
 

@@ -149,6 +149,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
                 log["evals"].append((step, evaluate(model, held_out, comm, args.batch)))
                 progress.print(f"step {step}: eval loss {log['evals'][-1][1]:.4f}")
             start = time.perf_counter()
+        sync.settle()  # replicas that talk less often than every step come together; others are together
         log["eval_loss"] = evaluate(model, held_out, comm, args.batch)
         progress.print(f"step {args.steps}: eval loss {log['eval_loss']:.4f}")
         states = {name: part.state_dict() for name, part in parts.items()}
