@@ -23,15 +23,15 @@ WORLDS = (2, 3, 4)
 OPTIMIZER_NAMES = ("sgd", "adamw")
 DTYPES = (torch.float64, torch.float32)
 ALL = tuple((optimizer, dtype) for optimizer in OPTIMIZER_NAMES for dtype in DTYPES)
-# Where the cases run: all, every second or every fourth, each with one of the four pairs of optimizer and dtype.
+# Where the cases run: all, every second or every eighth, each with one of the four pairs of optimizer and dtype.
 # They take turns, so that every place sees all four pairs, and every case comes at 2, at 3 and at 4 ranks. With `pytest
 # --exhaustive` every case runs everywhere with all four: that takes five minutes more.
 PLACES = {
     ("c10d", 2): 1,
-    ("c10d", 3): 4,
+    ("c10d", 3): 8,
     ("c10d", 4): 2,
     ("shm", 3): 1,
-    ("mpi", 3): 4,
+    ("mpi", 3): 8,
     ("hierarchical", 4): 2,  # two hosts of two ranks each
 }
 RANDOM_SEEDS = range(1000, 1003)  # the random models that the real transports run; threads run more of them

@@ -144,9 +144,9 @@ def test_what_no_model_knows_is_said_to_be_unknown() -> None:
         def bytes_per_step(self) -> int:
             return 0
 
-    spec.register("strategy", "test_alone")(Alone)
+    spec.register("strategy", "test_stays_alone")(Alone)
     with pytest.raises(CannotPredict, match="gradsync compare"):
-        predict(compute, Choice("test_alone"), network(), FREE, world_size=2)
+        predict(compute, Choice("test_stays_alone"), network(), FREE, world_size=2)
 
 
 def test_a_cost_that_was_not_measured_is_asked_for() -> None:
