@@ -13,17 +13,34 @@ from gradsync.errors import (
     SameDataWarning,
 )
 from gradsync.spec import SpecError
-from gradsync.strategies import AllReduce, Strategy
+from gradsync.strategies import (
+    AllReduce,
+    Auto,
+    DiLoCo,
+    Gossip,
+    Hogwild,
+    LocalSGD,
+    OneBitAdam,
+    ParameterServer,
+    Strategy,
+)
 from gradsync.synchronize import Synchronizer, synchronize
 
 __all__ = [
     "AllReduce",
+    "Auto",
     "CollectiveFailed",
     "Communicator",
+    "DiLoCo",
+    "Gossip",
     "GradSyncError",
     "GradSyncWarning",
+    "Hogwild",
+    "LocalSGD",
     "NonFiniteGradient",
+    "OneBitAdam",
     "OutOfStep",
+    "ParameterServer",
     "PeerLost",
     "SameDataWarning",
     "SpecError",
