@@ -437,8 +437,9 @@ def test_a_newcomer_fetches_the_model_and_counts_like_any_other() -> None:
                 trial.step()
             with trial.sync.join():
                 trial.step(50)
+            living = trial.stats("living")  # all wait in settle() for this one; after it they leave
             trial.sync.settle()
-            return float(trial.values[0]), trial.stats("living"), trial.stats("push_sum_weight")
+            return float(trial.values[0]), living, trial.stats("push_sum_weight")
 
     def newcomer() -> float:
         end_s = time.monotonic() + 20

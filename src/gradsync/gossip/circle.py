@@ -4,7 +4,13 @@ Nobody is needed by all: there is no server, no collective and no first rank. Ea
 dies its lines break, and whoever sees it tells the rest.
 
 [Note: the last word first] A member is taken for dead when its own line to this one is broken too, and all that came
-by it has been heard: what it said last (a mean; that it leaves in order) is then known.
+by it has been heard: what it said last (a mean; that it leaves in order) is then known. Others may have told before
+that it is gone: then its line still stands, and who waits for its last word waits until ``has_line`` says no.
+
+[Note: all hear of all] Two things may become known at two ends at once: one member dies, and another is let in by
+somebody who does not know that yet. Whoever tells of the death then leaves the newcomer out, and the newcomer would
+try to reach the dead. So a member that hears of a newcomer tells it all that it knows; and one that hears news from
+somebody who does not know of a newcomer passes them on to that one.
 """
 
 from __future__ import annotations
@@ -63,6 +69,7 @@ class Circle:
         self._listener = Listener(KINDS, host=host, port=port, keys=guards, silent_s=silent_s)
         self.address = self._listener.address
         self._lines: dict[int, _Guarded] = {}
+        self._early: dict[int, list[Message]] = {}  # answers to those whom no line leads to yet
         self._broken: dict[int, float] = {}  # since when
         self._silent: set[int] = set()  # whose own line is broken too
         self._heard_by: dict[int, bytes] = {}  # the line that each has to this one
@@ -95,10 +102,13 @@ class Circle:
         """Make a line to a member, unless there is one."""
         if member not in self._lines:
             line = Line(address, {"none"}, keys=self._keys, timeout_s=timeout_s, silent_s=self._silent_s)
-            self._lines[member] = _Guarded(line)
+            with self.changed:
+                self._lines[member] = _Guarded(line)
+                for message in self._early.pop(member, []):
+                    self.send(member, message)
 
     def has_line(self, member: int) -> bool:
-        """Whether a line to a member stands."""
+        """Whether a line to a member stands, or it may at least have said something that is not heard yet."""
         return member in self._lines
 
     def send(self, member: int, message: Message) -> Sent | None:
@@ -109,6 +119,16 @@ class Circle:
         if sent is not None:
             self.num_bytes += message.num_bytes
         return sent
+
+    def answer(self, member: int, message: Message) -> None:
+        """Send, or keep until there is a line. Who is new may ask before this member knows of it; and if this one is
+        new itself, before it has got to know the others.
+        """
+        with self.changed:
+            if member not in self._lines and member not in self.book.dead and member not in self.book.left:
+                self._early.setdefault(member, []).append(message)
+                return
+        self.send(member, message)
 
     def tell(self, kind: str, fields: dict[str, object], to: Iterable[int] | None = None) -> None:
         """Send a few words to all who are there, or to some."""
@@ -192,32 +212,42 @@ class Circle:
 
     def _hear_news(self, sender: int, message: Message) -> None:
         news = Book.from_json(message.fields["book"])
+        known = set(news.joined)
+        fresh = {member for member in news.present() if member not in self.book.joined and member != self.me}
         # First the line, then the book: whoever is in the book is written to.
-        for member in news.present():
-            if member not in self.book.joined and member != self.me:
-                try:
-                    self.connect(member, news.joined[member])
-                except Unreachable as error:
-                    news.dead[member] = f"it can't be reached: {error}"
+        for member in sorted(fresh):
+            try:
+                self.connect(member, news.joined[member])
+            except Unreachable as error:
+                news.dead[member] = f"it can't be reached: {error}"
         with self.changed:
-            self.book.add(news)
+            learnt = self.book.add(news)
+            present = set(self.book.present())
+            for member in self._early.keys() & (self.book.joined.keys() - present):
+                del self._early[member]  # it died before there was a line
+            unaware = present & fresh | (present - known if learnt else set())  # see [Note: all hear of all]
+            book = self.book.to_json()
+        self.tell("news", {"book": book}, unaware)
 
     def _look_for_broken_lines(self, *, heard_all: bool) -> None:
         now_s = time.monotonic()
         for member, line in list(self._lines.items()):
-            if not line.is_lost():
+            if not line.is_lost() and member not in self.book.dead:
                 continue
             since_s = self._broken.setdefault(member, now_s)
             silent = member in self._silent and heard_all  # nothing can come any more, and nothing is left
             own = self._heard_by.get(member)
             if own is not None and not self._listener.is_there(own):
                 self._silent.add(member)
-            if member in self.book.left or silent or now_s - since_s >= GRACE_S:
+            if (member in self.book.left and own is None) or silent or now_s - since_s >= GRACE_S:
                 self._lines.pop(member)
                 self._broken.pop(member)
                 self._heard_by.pop(member, None)
                 self._silent.discard(member)
                 line.close()
+                with self.changed:
+                    self._early.pop(member, None)
+                    self.changed.notify_all()
                 if member not in self.book.left:
                     self._bury(member, "its process is gone, or its host does not answer")
 

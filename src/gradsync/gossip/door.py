@@ -67,10 +67,11 @@ class Door:
                 self.circle.connect(newcomer, address)
             except Unreachable:
                 continue  # it has gone away
-            if kind == "hello":
-                with self.circle.changed:
+            with self.circle.changed:
+                if kind == "hello":
                     self.circle.book.joined[newcomer] = address
-            fields = {"book": self.circle.book.to_json(), "clock": clock, "number": self._meeting.number}
+                book = self.circle.book.to_json()
+            fields = {"book": book, "clock": clock, "number": self._meeting.number}
             if kind == "hello":
                 self.circle.send(newcomer, Message("welcome", fields))
                 self.circle.spread_news()

@@ -160,7 +160,9 @@ class Meeting:
         start_s = time.monotonic()
 
         def told() -> bool:
-            return number in self._means or leader not in self.circle.book.present()
+            # That it has left may be known from another, who has got the mean, before its own mean is heard here.
+            gone = leader not in self.circle.book.present() and not self.circle.has_line(leader)
+            return number in self._means or gone
 
         if not self.circle.wait(told, self.timeout_s):
             raise self._late([leader], start_s)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from gradsync.comm.messages import Message
+from gradsync.errors import PeerLost
 from gradsync.gossip.circle import Circle
 from gradsync.gossip.mixing import Distance
 from gradsync.gossip.replica import Replica, mean_square
@@ -122,8 +123,15 @@ class Pairs:
         finally:
             self._paused = False
 
-    def is_open(self) -> bool:
-        """Whether a question is still on its way."""
+    def be_answered(self, what: str, timeout_s: float) -> None:
+        """Wait until no question of this member is on its way, before it does something."""
+        asked = self._asked
+        if not self.circle.wait(lambda: not self._is_open(), timeout_s):
+            assert asked is not None
+            reason = "it lives, but has not answered this rank in time"
+            raise PeerLost(rank=asked, reason=reason, after_s=timeout_s, during=what)
+
+    def _is_open(self) -> bool:
         return self._asked is not None and self._asked in self.circle.book.present()
 
     # -- the thread -----------------------------------------------------------------------------------------------
@@ -135,7 +143,7 @@ class Pairs:
         seen = []
         with self._lock:
             if self._paused or not self._fits(message):  # frozen or unfrozen there, and not yet here
-                self.circle.send(sender, Message("answer", {"clock": self.clock, "part": 0.0}))
+                self.circle.answer(sender, Message("answer", {"clock": self.clock, "part": 0.0}))
                 return
             for at, part in enumerate(self.replica.parts):
                 theirs = message.tensors[str(at)].to(part.device)
@@ -146,7 +154,7 @@ class Pairs:
             self._since_step += 1
         self.distance.note(seen)
         self._note_clock(sender, message)
-        self.circle.send(sender, Message("answer", {"clock": self.clock, "part": part_of}, answer))
+        self.circle.answer(sender, Message("answer", {"clock": self.clock, "part": part_of}, answer))
 
     @torch.no_grad()
     def _hear_answer(self, sender: int, message: Message) -> None:

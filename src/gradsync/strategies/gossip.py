@@ -173,6 +173,7 @@ class Gossip(Local):
         if self._newcomer is None:
             said = all_gather_object(comm, [circle.address, secrets.token_hex(8)])
             circle.start(str(said[0][1]), {rank: str(one[0]) for rank, one in enumerate(said)}, comm.timeout_s)
+            comm.barrier()  # else one that dies in its first steps is gone before a slow one has a line to it
             if isinstance(self._talk, Rounds):
                 self._talk.begin(0)
                 self._talk.mixer.agree(self._talk.targets())
@@ -349,7 +350,7 @@ class Gossip(Local):
         """Wait for all, with nothing of this rank's on its way."""
         talk = self._talk
         if isinstance(talk, Pairs):
-            self.circle.wait(lambda: not talk.is_open(), self._meeting.timeout_s)
+            talk.be_answered(what, self._meeting.timeout_s)
         return self._meeting.gather(what, clock=lambda: talk.clock, step=None)
 
     def redistribute(self, states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
