@@ -98,6 +98,7 @@ def test_saved_and_taken_back_goes_on_bit_for_bit_also_with_other_servers() -> N
         trainee = Trainee(comm.rank, addresses_of(started), adamw, num_workers=2)
         trainee.join()
         if state is not None:
+            comm.barrier()  # all have come in, with no push
             if comm.rank == 0:
                 trainee.client.load_state(state)
             comm.barrier()

@@ -358,6 +358,7 @@ class ParameterServer(Local):
         self.client.load_state_dict(own["codec"])
         self._owed = {name: grad.clone() for name, grad in own["owed"].items()}
         self._owed_weight, self._num_steps = own["owed_weight"], own["num_steps"]
+        self.comm.barrier()  # a rank that is still on its way in has made no push, and would not be known as such
         if self.comm.rank == 0:
             self._served.hand_over(state["server"])
         self.comm.barrier()  # all ranks load, as all are there when a run begins
