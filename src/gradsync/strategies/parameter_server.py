@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
-import logging
-import sys
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,20 +15,13 @@ from gradsync.comm.base import Communicator
 from gradsync.errors import GradSyncError
 from gradsync.reducers.rules import CodecRule, Rules
 from gradsync.server.client import Client
-from gradsync.server.job import Job, assign, hyperparameters
-from gradsync.server.keyfiles import worker_keys
-from gradsync.server.server import Server
-from gradsync.server.staleness import Own, PolicyLike, resolve_policy, wire_text, written
+from gradsync.server.staleness import PolicyLike, resolve_policy, wire_text, written
 from gradsync.strategies.base import Verdict
 from gradsync.strategies.local import Local
-from gradsync.strategies.served_optimizer import ServedOptimizer
+from gradsync.strategies.membership import Membership
+from gradsync.strategies.owed import Owed
 from gradsync.training import Training
 
-log = logging.getLogger("gradsync")
-
-RETIRE_S = 30.0  # for how long a rank that has closed goes on serving its shard to those who have not
-EXIT_S = 5.0  # the same where the process just ends: it may have failed, and its launcher waits for it
-RECONNECT_S = 30.0  # how long a killed server process may take to be there again, from its snapshot
 STATE_KEYS = {"clock", "own", "server"}
 
 _said_servers: tuple[str, ...] = ()
@@ -106,15 +95,11 @@ class ParameterServer(Local):
         self.mirrors, self.snapshot_every, self.keys = mirrors, snapshot_every, keys
         self._check()
         self._rules = None if codec is None else Rules.read(codec)
-        self._server: Server | None = None
-        self._client: Client | None = None
         self._training: Training | None = None
         self._params: dict[str, torch.nn.Parameter] = {}  # those that the optimizer has, by name
-        self._owed: dict[str, Tensor] = {}  # gradients of steps that were not pushed yet
-        self._owed_weight = 0.0
+        self._member: Membership | None = None
+        self._owed = Owed()
         self._num_steps = 0
-        self._served: ServedOptimizer | None = None
-        self._leave: Callable[[], None] | None = None
 
     def _check(self) -> None:
         if self.staleness is not None and self.staleness < 0:
@@ -168,79 +153,40 @@ class ParameterServer(Local):
 
     def attach(self, plan: BucketPlan, comm: Communicator) -> None:
         super().attach(plan, comm)
-        if self._client is not None:  # the layout has changed, and what is pushed goes by name
+        if self._member is not None:  # the layout has changed, and what is pushed goes by name
             return
         if plan.sparse:
             raise ValueError(
                 f"parameter_server pushes whole gradients; {plan.sparse[0].name} has sparse ones. Make its Embedding "
                 "with sparse=False, or use allreduce."
             )
-        try:
-            self._connect(comm)
-        except BaseException:
-            self.close()
-            raise
-
-    def _connect(self, comm: Communicator) -> None:
-        """Find the servers, or be one; register with them; begin with their parameters. All ranks call it."""
-        from gradsync.server.hosting import host_shard
-
-        addresses: Sequence[str] = self.servers or _said_servers
-        keys = self.keys or (None if self.servers else _said_keys)
-        own = isinstance(self.policy, Own)
-        if addresses:
-            wire_text(self.policy)  # refuses a function
-        else:
-            self._server, addresses = host_shard(comm, keys=keys, policy=self.policy if own else None)
-        if self.mirrors >= len(addresses):
-            raise ValueError(
-                f"mirrors={self.mirrors} needs another server for the copy of a shard; there is {len(addresses)}."
-            )
-        self._job = Job.describe(
+        assert self._training is not None, "meet() comes first"
+        self._member = Membership(
+            comm,
             self._params,
-            self._optimizer,
-            num_workers=comm.world_size,
+            self._training.optimizer,
+            servers=self.servers or _said_servers,
+            keys=self.keys or (None if self.servers else _said_keys),
+            policy=self.policy,
             staleness=self.staleness,
             backup=self.backup,
             clip_norm=self.clip_norm,
-            policy=str(written(self.policy)) if own else wire_text(self.policy),
             codecs=self.codecs(),
             mirrors=self.mirrors,
             snapshot_every=self.snapshot_every,
         )
-        self._addresses = list(addresses)
-        newcomer = comm.world_size == 1 and self._server is None
-        self._client = Client(
-            None if newcomer else comm.rank,
-            self._addresses,
-            self._job,
-            keys=None if keys is None else worker_keys(keys),
-            timeout_s=comm.timeout_s,
-            reconnect_s=RECONNECT_S if self._server is None else 0.0,
-        )
-        clock = self._client.join(self._tensors(), hyperparameters(self._optimizer))
-        self._served = ServedOptimizer(self._optimizer, self._params, self._client, sends=comm.rank == 0)
-        if clock == 0 and self._optimizer.state and comm.rank == 0:
-            self._served.hand_over()  # of a checkpoint that was loaded before
-        comm.barrier()
-        self._pull(newest=True)  # and nothing is collective from here on: nobody waits for the dead
-        self._leave = _leaving(self)
-        atexit.register(self._leave)
-
-    def _tensors(self) -> dict[str, Tensor]:
-        return {name: param.detach() for name, param in self._params.items()}
 
     @property
-    def _optimizer(self) -> torch.optim.Optimizer:
-        assert self._training is not None, "meet() comes first"
-        return self._training.optimizer
+    def member(self) -> Membership:
+        """This rank's place among the servers."""
+        if self._member is None:
+            raise GradSyncError("this parameter_server is closed, or was never attached: there is no line to a server.")
+        return self._member
 
     @property
     def client(self) -> Client:
         """The line to the servers."""
-        if self._client is None:
-            raise GradSyncError("this parameter_server is closed, or was never attached: there is no line to a server.")
-        return self._client
+        return self.member.client
 
     # -- around a step ---------------------------------------------------------------------------------------------
 
@@ -249,9 +195,9 @@ class ParameterServer(Local):
         self._num_steps += 1
         grads = {name: param.grad for name, param in self._params.items() if param.grad is not None}
         if self.push_every == 1:
-            self._push(grads, self.header.weight)
+            self.member.push(grads, self.header.weight)
         else:
-            self._owe(grads, self.header.weight)
+            self._owed.add(grads, self.header.weight)
             if self._num_steps % self.push_every == 0:
                 self._push_owed()
         if self._num_steps % self.pull_every:
@@ -264,30 +210,18 @@ class ParameterServer(Local):
         # inf on this rank alone: the others have pushed, and must not wait for what does not come.
         self._num_steps += 1
         if self.push_every == 1:
-            self._push({}, 0.0)
+            self.member.push({}, 0.0)
         if self.pull_every == 1:
             self._pull()
 
-    def _owe(self, grads: dict[str, Tensor], weight: float) -> None:
-        for name, grad in grads.items():
-            if name in self._owed:
-                self._owed[name] += grad
-            else:
-                self._owed[name] = grad.clone()
-        self._owed_weight += weight
-
     def _push_owed(self) -> None:
         if self._owed:
-            self._push(self._owed, self._owed_weight)
-            self._owed, self._owed_weight = {}, 0.0
-
-    def _push(self, grads: dict[str, Tensor], weight: float) -> None:
-        self.client.push(grads if weight > 0 else {}, weight=weight, groups=hyperparameters(self._optimizer))
+            self.member.push(*self._owed.take())
 
     def _pull(self, *, newest: bool = False) -> None:
         """Overwrite the parameters with the servers'. Blocks for as long as the staleness asks."""
         with self.comm.feed.waiting():
-            self.client.pull(self._tensors(), newest=newest)
+            self.member.pull(newest=newest)
 
     # -- bringing all together ---------------------------------------------------------------------------------------
 
@@ -300,14 +234,13 @@ class ParameterServer(Local):
         self._push_owed()
         self.client.step_aside()  # nobody waits for this rank's pushes from here on
         clocks = self._settle("join")
-        self.client.join(self._tensors(), hyperparameters(self._optimizer))
+        self.member.join()
         self._all_have_read()
         if sorted(clocks) != list(range(self.comm.world_size)) or len(set(clocks.values())) == 1:
             return None
         # Schedules of ranks that had fewer batches have missed steps: all take over those of the rank that had most.
         leader = max(clocks, key=lambda worker: (clocks[worker], -worker))
-        assert self._served is not None, "attach() comes first"
-        self._served.takes_over = self.comm.rank != leader
+        self.member.served.takes_over = self.comm.rank != leader
         return leader
 
     def _settle(self, why: str) -> dict[int, int]:
@@ -344,23 +277,20 @@ class ParameterServer(Local):
     # -- state -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        assert self._served is not None, "attach() comes first"
-        server = self._served.fetch_rest() if self.comm.rank == 0 else {}  # the others' would be the same
-        owed = {name: grad.clone() for name, grad in self._owed.items()}
-        own = {"codec": self.client.state_dict(), "owed": owed, "owed_weight": self._owed_weight}
-        return {"clock": self.client.clock, "own": {**own, "num_steps": self._num_steps}, "server": server}
+        server = self.member.served.fetch_rest() if self.comm.rank == 0 else {}  # the others' would be the same
+        own = {"codec": self.client.state_dict(), **self._owed.state_dict(), "num_steps": self._num_steps}
+        return {"clock": self.client.clock, "own": own, "server": server}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state.keys() != STATE_KEYS:
             raise ValueError(f"expected a parameter_server's state: {sorted(STATE_KEYS)}; got {sorted(state)}.")
-        assert self._served is not None, "attach() comes first"
         own = state["own"]
         self.client.load_state_dict(own["codec"])
-        self._owed = {name: grad.clone() for name, grad in own["owed"].items()}
-        self._owed_weight, self._num_steps = own["owed_weight"], own["num_steps"]
+        self._owed.load_state_dict(own)
+        self._num_steps = own["num_steps"]
         self.comm.barrier()  # a rank that is still on its way in has made no push, and would not be known as such
         if self.comm.rank == 0:
-            self._served.hand_over(state["server"])
+            self.member.served.hand_over(state["server"])
         self.comm.barrier()  # all ranks load, as all are there when a run begins
         if self.client.refresh() != state["clock"] and self.staleness == 0:
             raise ValueError(
@@ -398,59 +328,16 @@ class ParameterServer(Local):
             spec.parse(coded[name], "codec").encoded_bytes(param.numel()) if name in coded else param.nbytes
             for name, param in self._params.items()
         )
-        answered = 0
-        if self._server is not None:
-            names = assign(self._job.params, len(self._addresses))[self.comm.rank]
-            answered = sum(self._params[name].nbytes for name in names) * self.comm.world_size
+        answered = self.member.hosted_bytes() * self.comm.world_size
         return pushed // self.push_every + answered // self.pull_every
 
     def stats(self) -> dict[str, Any]:
-        return {"servers": self._addresses, **self.client.stats()}
+        return {"servers": self.member.addresses, **self.client.stats()}
 
     def close(self) -> None:
-        # An error that unwinds the script: the others shall see at once that this rank, and its shard, are gone.
-        failing = sys.exc_info()[0] is not None
-        if self._leave is not None:
-            atexit.unregister(self._leave)
-            self._leave = None
-        if self._served is not None:
-            if not failing:
-                self._leave_state_behind(self._served)
-            self._served.release()
-            self._served = None
-        if self._client is not None:
-            self._client.close()
-            self._client = None
-        server, self._server = self._server, None
-        if server is not None:
-            server.retire(0.0 if failing else RETIRE_S)
-
-    def _leave_state_behind(self, served: ServedOptimizer) -> None:
-        """So that the optimizer may be saved, or go on alone, after ``close()`` too."""
-        try:
-            served.fetch()
-        except GradSyncError as error:
-            log.warning("the optimizer's state stays with the servers, and your optimizer is without it: %s", error)
-
-    def end_with_process(self) -> None:
-        """The process ends and nobody has called close(): others may still have to read this rank's shard."""
-        if self._client is not None:
-            self._client.close()
-        if self._server is not None:
-            self._server.retire(EXIT_S)
-            self._server.wait(EXIT_S)
-
-
-def _leaving(strategy: ParameterServer) -> Callable[[], None]:
-    """What to do at the end of the process, if the strategy is still there: this does not keep it."""
-    alive = weakref.ref(strategy)
-
-    def leave() -> None:
-        left = alive()
-        if left is not None:
-            left.end_with_process()
-
-    return leave
+        member, self._member = self._member, None
+        if member is not None:
+            member.close()
 
 
 def _added(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
