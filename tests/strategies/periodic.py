@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 import gradsync
 from gradsync.comm import Communicator
-from gradsync.strategies import Strategy
 
-Spec = str | Callable[[], Strategy]
+STREAMED = (
+    "diloco(every=6, outer_lr=0.8, outer_momentum=0.5, outer_warmup=2, fragments=2, overlap=2, "
+    "codec={'*.weight': 'int4'})"
+)
 
 
 def build(dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -28,6 +30,12 @@ def loss_of(model: nn.Module, rank: int, step: int, dtype: torch.dtype = torch.f
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1000 * step + rank)).to(dtype)
     loss: Tensor = (model(x) - x.flip(1)).square().mean()
     return loss
+
+
+def step_once(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model, rank, step).backward()
+    optimizer.step()
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -69,14 +77,17 @@ def train(
             for part, name in ((model, "model"), (optimizer, "optimizer"), (sync, "sync")):
                 part.load_state_dict(state[name])
         for step in range(0 if state is None else state["at"], steps):
-            optimizer.zero_grad()
             if weights is not None:
                 sync.set_weight(weights(comm.rank))
-            loss_of(model, comm.rank, step).backward()
-            optimizer.step()
+            step_once(model, optimizer, comm.rank, step)
             history.append(params_of(model))
         if settle:
             sync.settle()
         saved = {"optimizer": optimizer.state_dict(), "sync": sync.state_dict(), "stats": sync.stats()}
         saved["model"] = {name: value.clone() for name, value in model.state_dict().items()}
         return {**saved, "at": steps, "history": history}
+
+
+def anchors(outcome: dict[str, Any]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = outcome["sync"]["strategy_state"]["exchange"]["anchors"]
+    return found

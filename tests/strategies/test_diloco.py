@@ -1,10 +1,7 @@
-"""DiLoCo: the outer step by its formulas, in fragments and beside the inner steps, and back again after a stop."""
+"""DiLoCo: the outer step by its formulas, in fragments and beside the inner steps."""
 
 from __future__ import annotations
 
-import os
-import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,19 +13,19 @@ from gradsync import spec
 from gradsync.comm import Communicator, run_ranks
 from gradsync.strategies import DiLoCo
 from gradsync.strategies.exchange import partition
-from tests.ranks import run_processes
-from tests.strategies.periodic import adamw, build, close, equal, loss_of, params_of, sgd, train
-
-STREAMED = (
-    "diloco(every=6, outer_lr=0.8, outer_momentum=0.5, outer_warmup=2, fragments=2, overlap=2, "
-    "codec={'*.weight': 'int4'})"
+from tests.strategies.periodic import (
+    STREAMED,
+    adamw,
+    anchors,
+    build,
+    close,
+    equal,
+    loss_of,
+    params_of,
+    sgd,
+    step_once,
+    train,
 )
-
-
-def step_once(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
-    optimizer.zero_grad()
-    loss_of(model, rank, step).backward()
-    optimizer.step()
 
 
 def reference(world: int, steps: int, every: int, shares: list[float], **rates: float) -> list[list[Tensor]]:
@@ -83,11 +80,6 @@ def test_the_outer_step_begins_as_plain_averaging() -> None:
     assert all(equal(a, b) for a, b in zip(plain["history"], warm["history"], strict=True))
 
 
-def anchors(outcome: dict[str, Any]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = outcome["sync"]["strategy_state"]["exchange"]["anchors"]
-    return found
-
-
 def test_fragments_come_in_turn_and_land_at_their_step_on_all_ranks() -> None:
     plain = "diloco(every=6, outer_momentum=0.0, outer_lr=1.0, fragments=2, overlap=2)"
     ranks = run_ranks(2, lambda comm: train(comm, plain, 12))
@@ -119,41 +111,6 @@ def test_streamed_and_compressed_the_anchors_stay_the_same_bits() -> None:
     assert not equal(ranks[0]["history"][-1], ranks[1]["history"][-1])  # it was settle() that brought them together
 
 
-@pytest.mark.parametrize("stop", [4, 7, 11])  # with a fragment under way, landed, and with the other one under way
-def test_stopped_at_any_step_it_goes_on_bit_for_bit(stop: int) -> None:
-    def go(comm: Communicator) -> tuple[list[list[Tensor]], list[list[Tensor]], Any]:
-        whole = train(comm, STREAMED, 16, make=adamw)
-        half = train(comm, STREAMED, stop, make=adamw)
-        rest = train(comm, STREAMED, 16, half, make=adamw)
-        return whole["history"][stop:], rest["history"], half["sync"]["strategy_state"]["flight"]
-
-    for whole, rest, flight in run_ranks(2, go):
-        assert (flight is not None) == (stop in (4, 7))
-        assert len(whole) == len(rest) == 16 - stop
-        assert all(equal(a, b) for a, b in zip(whole, rest, strict=True))
-
-
-def test_a_state_goes_to_another_number_of_ranks() -> None:
-    saved = run_ranks(2, lambda comm: train(comm, STREAMED, 7))
-    states = [outcome["sync"] for outcome in saved]
-
-    def go(comm: Communicator) -> dict[str, Any]:
-        model = build()
-        with gradsync.synchronize(model, sgd(model), STREAMED, comm=comm) as sync:
-            sync.load_state_dict(states)
-            loaded = params_of(model)
-            sync.settle()
-            return {"sync": sync.state_dict(), "history": [loaded, params_of(model)]}
-
-    ranks = run_ranks(3, go)
-    for rank in range(3):
-        assert equal(ranks[rank]["history"][0], saved[rank % 2]["history"][-1])
-        assert equal(ranks[rank]["history"][1], ranks[0]["history"][1])
-    assert ranks[0]["sync"]["strategy_state"]["clock"] == 7
-    with pytest.raises(ValueError, match="rank 0 of 2"):
-        run_ranks(1, lambda comm: train(comm, STREAMED, 8, {**saved[0], "at": 7}))
-
-
 def test_settling_is_averaging_and_no_outer_step() -> None:
     def go(comm: Communicator) -> tuple[list[list[Tensor]], dict[str, Tensor], dict[str, Tensor]]:
         loose = train(comm, "diloco(every=4)", 6)
@@ -166,67 +123,6 @@ def test_settling_is_averaging_and_no_outer_step() -> None:
     for (_, settled), before, after in ranks:
         assert close(settled, means)
         assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-def uneven(comm: Communicator, strategy: str, steps: list[int]) -> dict[str, Any]:
-    model = build()
-    optimizer = adamw(model)
-    with gradsync.synchronize(model, optimizer, strategy, comm=comm, timeout_s=None) as sync:
-        with sync.join():
-            for step in range(steps[comm.rank]):
-                step_once(model, optimizer, comm.rank, step)
-        after_join = params_of(model)
-        for step in range(20, 33):  # and on together: the clocks agree again
-            step_once(model, optimizer, comm.rank, step)
-        sync.settle()
-        return {
-            "joined": after_join,
-            "end": params_of(model),
-            "optimizer": optimizer.state_dict(),
-            "sync": sync.stats(),
-        }
-
-
-@pytest.mark.parametrize("strategy", ["diloco(every=4)", STREAMED])
-@pytest.mark.parametrize("steps", [[5, 13, 9], [3, 0, 3], [7, 7, 7]])
-def test_ranks_with_less_data_give_what_they_have_and_take_over_the_rest(strategy: str, steps: list[int]) -> None:
-    ranks = run_ranks(3, lambda comm: uneven(comm, strategy, steps))
-    together = len(set(steps)) > 1
-    for other in ranks[1:]:
-        assert equal(ranks[0]["joined"], other["joined"]) == together
-        assert equal(ranks[0]["end"], other["end"])
-    counts = {float(state["step"]) for rank in ranks for state in rank["optimizer"]["state"].values()}
-    assert counts == {max(steps) + 13.0}
-
-
-def test_a_rank_gives_what_it_has_left_once() -> None:
-    """Rank 1 stops after 6 steps: its last 2 weigh a third in the mean after step 8, and nothing after step 12."""
-
-    def go(comm: Communicator) -> list[list[Tensor]]:
-        model = build()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        history = []
-        strategy = "diloco(every=4, outer_lr=1.0, outer_momentum=0.0)"
-        with gradsync.synchronize(model, optimizer, strategy, comm=comm) as sync, sync.join():
-            for step in range(13 if comm.rank == 0 else 6):
-                step_once(model, optimizer, comm.rank, step)
-                history.append(params_of(model))
-        return history
-
-    first, second = run_ranks(2, go)
-    replicas = [build(), build()]
-    optimizers = [torch.optim.SGD(replica.parameters(), lr=0.05) for replica in replicas]
-    for step in range(13):
-        for rank in range(2 if step < 6 else 1):
-            step_once(replicas[rank], optimizers[rank], rank, step)
-        if step in (3, 7):
-            share = 4 / (8 if step == 3 else 6)
-            with torch.no_grad():
-                for param, other in zip(replicas[0].parameters(), replicas[1].parameters(), strict=True):
-                    param.copy_(share * param + (1 - share) * other)
-                    other.copy_(param)
-        assert close(first[step], params_of(replicas[0])), step
-    assert len(second) == 6
 
 
 def test_sixteen_bits_have_anchors_of_thirty_two() -> None:
@@ -322,62 +218,6 @@ def test_accumulation_counts_its_windows() -> None:
     assert rounds == 2
 
 
-def test_weights_that_are_not_numbers_are_refused_on_all_ranks_and_leave_the_anchors() -> None:
-    def go(comm: Communicator) -> tuple[str, bool]:
-        model = build()
-        optimizer = sgd(model)
-        with gradsync.synchronize(model, optimizer, "diloco(every=2, fragments=2, overlap=1)", comm=comm) as sync:
-
-            def spoilt() -> None:
-                for step in range(8):
-                    step_once(model, optimizer, comm.rank, step)
-                    if comm.rank == 1 and step == 2:
-                        with torch.no_grad():
-                            next(model.parameters()).fill_(float("nan"))
-
-            with pytest.raises(gradsync.NonFiniteGradient) as refused:
-                spoilt()
-            kept = sync._engine.strategy._exchange.anchors  # type: ignore[attr-defined]
-            return str(refused.value), all(bool(value.isfinite().all()) for value in kept.values())
-
-    for said, finite in run_ranks(2, go):
-        assert "NaN or inf on some rank" in said
-        assert finite
-
-
-def test_a_rank_that_goes_its_own_way_is_named() -> None:
-    def go(comm: Communicator) -> str:
-        model = build()
-        optimizer = sgd(model)
-        with gradsync.synchronize(model, optimizer, "diloco(every=2)", comm=comm) as sync:
-            step_once(model, optimizer, comm.rank, 0)
-            with pytest.raises(gradsync.OutOfStep) as told:
-                sync.settle() if comm.rank == 2 else step_once(model, optimizer, comm.rank, 1)
-            return str(told.value)
-
-    for said in run_ranks(3, go):
-        assert said.startswith("rank 2 is out of step: its number of steps is 1, that of the others 2")
-
-
-def test_a_peer_that_is_lost_beside_the_steps_is_told_in_the_step() -> None:
-    def go(comm: Communicator) -> int | None:
-        model = build()
-        optimizer = sgd(model)
-        with gradsync.synchronize(model, optimizer, "diloco(every=8, fragments=2, overlap=3)", comm=comm) as sync:
-            for step in range(12):
-                if comm.rank == 1 and step == 2:
-                    return None
-                try:
-                    step_once(model, optimizer, comm.rank, step)
-                except gradsync.PeerLost as lost:
-                    return lost.rank if step == 4 else None  # it would have landed after step 7
-                if step == 3:
-                    sync._engine.strategy._flight.abandon(10.0)  # type: ignore[attr-defined]
-        return None
-
-    assert run_ranks(2, go) == [1, None]
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -419,37 +259,3 @@ def test_it_says_what_it_sends_and_how_far_the_replicas_are_apart() -> None:
     compressed = run_ranks(2, lambda comm: train(comm, "diloco(every=4, codec={'*.weight': 'int4'})", 2))
     assert compressed[0]["stats"]["bytes_per_step"] < stats["bytes_per_step"] / 3
     assert compressed[0]["stats"]["codecs"]["0.weight"].startswith("int4")
-
-
-def until_killed(folder: str, victim: int | None, steps: int) -> dict[str, Any]:
-    """Train with a checkpoint of each rank's own after step 9; resume where there is one."""
-    comm = gradsync.connect(timeout_s=10)
-    own = Path(folder) / f"{comm.rank}.pt"
-    state = torch.load(own) if own.exists() else None
-    model = build()
-    optimizer = adamw(model)
-    with gradsync.synchronize(model, optimizer, STREAMED) as sync:
-        parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "sync": sync}
-        if state is not None:
-            for name, part in parts.items():
-                part.load_state_dict(state[name])
-        for step in range(0 if state is None else state["at"], steps):
-            if victim == comm.rank and step == 13:
-                os.kill(os.getpid(), signal.SIGKILL)
-            step_once(model, optimizer, comm.rank, step)
-            if step == 9 and victim is not None:
-                torch.save({"at": 10, **{name: part.state_dict() for name, part in parts.items()}}, own)
-        return {"params": params_of(model), "anchors": anchors({"sync": sync.state_dict()})}
-
-
-def test_killed_and_resumed_from_a_checkpoint_it_is_the_run_that_never_stopped(tmp_path: Path) -> None:
-    fresh = tmp_path / "never"
-    fresh.mkdir()
-    whole = run_processes(2, until_killed, str(fresh), None, 18)
-    lost, killed = run_processes(2, until_killed, str(tmp_path), 1, 18, expect_failure=True)
-    assert killed == -signal.SIGKILL
-    assert isinstance(lost, gradsync.PeerLost)
-    resumed = run_processes(2, until_killed, str(tmp_path), None, 18)
-    for one, other in zip(whole, resumed, strict=True):
-        assert equal(one["params"], other["params"])
-        assert all(torch.equal(one["anchors"][name], other["anchors"][name]) for name in one["anchors"])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import gradsync
 from gradsync import spec
 from gradsync.comm import Communicator, run_ranks
-from tests.strategies.periodic import adamw, build, close, equal, loss_of, params_of, train
+from tests.strategies.periodic import adamw, build, close, equal, params_of, step_once, train
 
 
 def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -75,9 +75,7 @@ def test_steps_apart_may_be_as_long_as_those_on_the_joined_batch() -> None:
         with gradsync.synchronize(model, optimizer, text, comm=comm):
             for step in range(3):
                 before = params_of(model)
-                optimizer.zero_grad()
-                loss_of(model, comm.rank, step).backward()
-                optimizer.step()
+                step_once(model, optimizer, comm.rank, step)
                 rates.append(optimizer.param_groups[0]["lr"])
         return [after - old for after, old in zip(params_of(model), before, strict=True)], rates
 
@@ -138,14 +136,10 @@ def test_ranks_may_run_out_of_data_before_at_and_after_the_parting(steps: list[i
         with gradsync.synchronize(model, optimizer, "local_sgd(every=3, exact_steps=5)", comm=comm) as sync:
             with sync.join():
                 for step in range(steps[comm.rank]):
-                    optimizer.zero_grad()
-                    loss_of(model, comm.rank, step).backward()
-                    optimizer.step()
+                    step_once(model, optimizer, comm.rank, step)
             joined = params_of(model)
             for step in range(20, 28):
-                optimizer.zero_grad()
-                loss_of(model, comm.rank, step).backward()
-                optimizer.step()
+                step_once(model, optimizer, comm.rank, step)
             sync.settle()
             return joined, params_of(model)
 
@@ -162,9 +156,7 @@ def falling(comm: Communicator, strategy: str, steps: int) -> tuple[list[int], l
     counts, everies = [], []
     with gradsync.synchronize(model, optimizer, strategy, comm=comm, scheduler=schedule) as sync:
         for step in range(steps):
-            optimizer.zero_grad()
-            loss_of(model, comm.rank, step).backward()
-            optimizer.step()
+            step_once(model, optimizer, comm.rank, step)
             schedule.step()
             counts.append(sync.stats()["exchanges"])
             everies.append(sync.stats()["every"])
