@@ -22,22 +22,17 @@ class BufferSync:
     """
 
     def __init__(self, model: nn.Module, mode: BufferMode, comm: Communicator) -> None:
-        self._model = model
-        self._mode = mode
+        self.model = model
+        self.mode = mode
         self._comm = comm
         self._seen: list[tuple[Tensor, int]] = []
         self._remember()
 
-    @property
-    def mode(self) -> BufferMode:
-        """What the user asked for."""
-        return self._mode
-
     def changed(self) -> bool:
         """Whether a buffer of this rank was written since the last ``synchronize``."""
-        if self._mode == "none":
+        if self.mode == "none":
             return False
-        buffers = list(self._model.buffers())
+        buffers = list(self.model.buffers())
         return len(buffers) != len(self._seen) or any(
             buffer is not before or _version(buffer) != version
             for buffer, (before, version) in zip(buffers, self._seen, strict=True)
@@ -45,8 +40,8 @@ class BufferSync:
 
     def synchronize(self, share: float, src: int) -> None:
         """Overwrite the buffers with those of rank ``src``, or with the mean; ``share`` is this rank's part. Blocks."""
-        buffers = list(self._model.buffers())
-        if self._mode == "mean":
+        buffers = list(self.model.buffers())
+        if self.mode == "mean":
             self._average([buffer for buffer in buffers if buffer.is_floating_point()], share)
             buffers = [buffer for buffer in buffers if not buffer.is_floating_point()]  # a count has no mean
         copy_tensors(self._comm, buffers, src)
@@ -63,7 +58,7 @@ class BufferSync:
                     buffer.data.copy_(part.view(buffer.shape))
 
     def _remember(self) -> None:
-        self._seen = [(buffer, _version(buffer)) for buffer in self._model.buffers()]
+        self._seen = [(buffer, _version(buffer)) for buffer in self.model.buffers()]
 
 
 def _version(buffer: Tensor) -> int:

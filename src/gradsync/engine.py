@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradsync.bucket import AnySlot, BucketPlan, SparseSlot
-from gradsync.buffers import BufferSync
 from gradsync.claims import claim
 from gradsync.comm.base import Communicator
 from gradsync.errors import GradSyncError
@@ -29,7 +28,7 @@ from gradsync.header import Header, Round
 from gradsync.hooks import Hooks
 from gradsync.planning import Planner
 from gradsync.profiling.seam import SILENT, Recording
-from gradsync.replicas import Stateful, copy_training_state, hyperparameter_checksum, plain_name
+from gradsync.replicas import copy_training_state, hyperparameter_checksum
 from gradsync.samedata import SameDataWatch
 from gradsync.settings import Settings
 from gradsync.stepping import StepGate
@@ -57,35 +56,23 @@ class Engine:
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        training: Training,
         strategy: Strategy,
         comm: Communicator,
         settings: Settings,
         *,
         sparse: Sequence[str] = (),
-        scaler: torch.amp.GradScaler | None = None,
-        schedules: Sequence[Stateful] = (),
         recorder: Recording = SILENT,
     ) -> None:
-        self.model = model
-        self.optimizer = optimizer
+        self.training = training
         self.strategy = strategy
         self.recorder = strategy.recorder = recorder
         self.comm = comm
         self.settings = settings
-        self.scaler = scaler
-        self._travelling = [
-            *schedules,
-            *([scaler] if scaler is not None else []),
-        ]  # with the state, at the end of a join
         self.step = 0  # synchronizing backwards so far: the clock that all ranks share
         self.exposed_s = 0.0  # how long the last backward waited for the wire
         self.synchronized = True  # whether the last backward was a synchronizing one
-        self.awaits_step = False  # a synchronizing backward has ended, and the optimizer has not stepped since
         self.window = Window()
-        self._params = {plain_name(name): param for name, param in model.named_parameters()}
-        self._buffers = BufferSync(model, settings.buffers, comm)
         self._backward: _Backward | None = None
         self._no_sync_depth = 0
         self._said_weight: float | None = None
@@ -93,31 +80,24 @@ class Engine:
         self._same_data = SameDataWatch()
         self._uneven_leader: int | None = None
         self._lock = threading.RLock()  # on CUDA hooks come from autograd's device threads
-        release = claim(self._params)
-        self._hooks = Hooks(self, model)
+        release = claim(training.params)
+        self._hooks = Hooks(self, training.model)
         self._hooks.also_remove(release)
         self._planner = Planner(
-            self._params,
+            training.params,
             comm,
             sparse=sparse,
             bucket_bytes=settings.bucket_bytes,
             first_bucket_bytes=settings.first_bucket_bytes,
         )
-        self.strategy.meet(
-            Training(
-                model=model,
-                optimizer=optimizer,
-                params=self._params,
-                buffers=self._buffers,
-                scaler=scaler,
-                schedules=schedules,
-            )
-        )
+        self.strategy.meet(training)
         self._adopt_plan()
-        self._hooks.on_gradients(self._params.items(), Engine._on_gradient)
+        self._hooks.on_gradients(training.params.items(), Engine._on_gradient)
         if settings.accumulate > 1:
             self.watch_incoming()
-        self._hook_optimizer()
+        self.gate = StepGate(self)
+        self._hooks.also_remove(training.optimizer.register_step_pre_hook(self.gate.before_step).remove)
+        self._hooks.also_remove(training.optimizer.register_step_post_hook(self.gate.after_step).remove)
 
     # -- hooks ----------------------------------------------------------------------------------------------------
 
@@ -127,12 +107,7 @@ class Engine:
 
     def watch_incoming(self) -> None:
         """Also see gradients before autograd adds them up: needed once a window can have several backwards."""
-        self._hooks.on_incoming(self._params.values(), Engine._on_incoming)
-
-    def _hook_optimizer(self) -> None:
-        gate = StepGate(self)
-        self._hooks.also_remove(self.optimizer.register_step_pre_hook(gate.before_step).remove)
-        self._hooks.also_remove(self.optimizer.register_step_post_hook(gate.after_step).remove)
+        self._hooks.on_incoming(self.training.params.values(), Engine._on_incoming)
 
     def guard(self, event: Callable[..., Any], *args: Any) -> Any:
         """Run what a hook asks for, alone, and leave the engine marked if it fails: collectives may be half done."""
@@ -142,6 +117,10 @@ class Engine:
             except BaseException as error:
                 self._failure = self._failure or error
                 raise
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise GradSyncError(f"this synchronizer has failed and can't go on: {self._failure}") from self._failure
 
     def _on_incoming(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         entered = self.recorder.now()
@@ -200,8 +179,7 @@ class Engine:
         task = torch._C._current_graph_task_id()
         if self._backward is not None and self._backward.task == task:
             return self._backward
-        if self._failure is not None:
-            raise GradSyncError(f"this synchronizer has failed and can't go on: {self._failure}") from self._failure
+        self._raise_failure()
         unfinished = self._backward
         if unfinished is not None and unfinished.synchronizing and unfinished.together and self.comm.world_size > 1:
             raise GradSyncError(
@@ -238,10 +216,10 @@ class Engine:
     def _open(self, *, has_data: bool) -> None:
         self.comm.note(f"step {self.step}" if has_data else f"join, at step {self.step}", step=self.step)
         self.recorder.opened(self.step, has_data=has_data)
-        loss_scale = self._loss_scale()
+        loss_scale = self.training.loss_scale
         for bucket in self.plan.buckets:
             bucket.open()
-            bucket.loss_scale, bucket.may_overflow = loss_scale, self.scaler is not None
+            bucket.loss_scale, bucket.may_overflow = loss_scale, self.training.scaler is not None
         self.strategy.open(self._header(has_data=has_data))
 
     def _header(self, *, has_data: bool) -> Header:
@@ -251,15 +229,12 @@ class Engine:
             num_backwards=self.window.num_backwards,
             fingerprint=self.plan.fingerprint,
             has_data=has_data,
-            buffers_changed=has_data and self._buffers.changed(),
-            hyperparameters=hyperparameter_checksum(self.optimizer),
-            loss_scale=self._loss_scale(),
+            buffers_changed=has_data and self.training.buffers.changed(),
+            hyperparameters=hyperparameter_checksum(self.training.optimizer),
+            loss_scale=self.training.loss_scale,
             checksum=self._same_data.take_checksum(),
             told=self.recorder.told(),
         )
-
-    def _loss_scale(self) -> float:
-        return float(self.scaler.get_scale()) if self.scaler is not None else 1.0
 
     def _learn_factor(self, *, block: bool) -> None:
         """Set what this rank's gradients are multiplied by, once all ranks' weights are known."""
@@ -328,9 +303,8 @@ class Engine:
         leader = (round.with_data or [0])[0]
         if round.buffers_changed:
             entered = self.recorder.now()
-            self._buffers.synchronize(
-                self.window.weight * self._per_weight(round.total_weight, round.num_backwards), leader
-            )
+            share = self.window.weight * self._per_weight(round.total_weight, round.num_backwards)
+            self.training.buffers.synchronize(share, leader)
             self.recorder.spent(entered)
         self.exposed_s = time.perf_counter() - start_s
         self._tell_wait()
@@ -366,29 +340,31 @@ class Engine:
 
     def _tick(self) -> None:
         self.step += 1
-        self.awaits_step = True
+        self.gate.expect_step()
         self.window = Window()
 
     # -- ranks without data ---------------------------------------------------------------------------------------
 
     def join(self) -> None:
         """Keep the others company until no rank has data; then all have the same state again. Blocks."""
-        with self._lock:
-            if self.strategy.together:
-                while self._keep_company():
-                    pass
-                leader, self._uneven_leader = self._uneven_leader, None
-            else:
-                leader = self.strategy.join()
-            if leader is not None:
-                copy_training_state(self.comm, self.model, self.optimizer, self._travelling, leader)
-                if self.comm.rank != leader:
-                    self.drop_gradients()
+        self.guard(self._join)
+
+    def _join(self) -> None:
+        if self.strategy.together:
+            while self._keep_company():
+                pass
+            leader, self._uneven_leader = self._uneven_leader, None
+        else:
+            leader = self.strategy.join()
+        if leader is not None:
+            training = self.training
+            copy_training_state(self.comm, training.model, training.optimizer, training.travelling, leader)
+            if self.comm.rank != leader:
+                self.drop_gradients()
 
     def _keep_company(self) -> bool:
         """Take part in one round with what this rank has left, most often nothing; False when nobody has data."""
-        if self._failure is not None:
-            raise GradSyncError(f"this synchronizer has failed and can't go on: {self._failure}") from self._failure
+        self._raise_failure()
         self._backward = _Backward(task=-1, synchronizing=True, together=True, incoming=1.0)
         if not self.window.num_backwards:
             self.drop_gradients()  # the last mean must not pass for gradients that this rank has
@@ -399,9 +375,6 @@ class Engine:
             if round.with_data:
                 self._complete()
             return bool(round.with_data)
-        except BaseException as error:
-            self._failure = error
-            raise
         finally:
             self._backward = None
 
@@ -423,16 +396,6 @@ class Engine:
         """Whether ``.grad`` shows gradients that only this rank has: backwards under ``no_sync()`` so far."""
         return self.window.num_backwards > 0 and any(slot.param.grad is not None for slot in self._all())
 
-    def settle(self) -> None:
-        """Bring the replicas together. Blocks."""
-        self.guard(self.strategy.settle)
-
-    def note_skipped_step(self) -> None:
-        """Say that a ``GradScaler`` was asked to step; where it did not, the strategy must know."""
-        if self.awaits_step:
-            self.awaits_step = False
-            self.guard(self.strategy.skipped_step, self.step)
-
     def set_weight(self, weight: float) -> None:
         """Say what the next backward's mean loss stands for."""
         if weight == 0.0:
@@ -449,37 +412,20 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """The clock, the plan and the open window; tensors are copies."""
         gathered = {slot.name: slot.gathered() for slot in self._all()} if self.window.num_backwards else {}
-        return {
-            "step": self.step,
-            "layout": [list(names) for names in self.plan.layout],
-            "planned": self._planner.ready_order is None,
-            "window": {
-                "weight": self.window.weight,
-                "num_backwards": self.window.num_backwards,
-                "unit": self.window.unit,
-                "gathered": {name: grad for name, grad in gathered.items() if grad is not None},
-            },
-        }
+        kept = {name: grad for name, grad in gathered.items() if grad is not None}
+        return {"step": self.step, **self._planner.state_dict(), "window": {**vars(self.window), "gathered": kept}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what ``state_dict`` gave: the same sums, in the same places, from the same clock."""
-        expected = {name for names in self.plan.layout for name in names}
-        got = {name for names in state["layout"] for name in names}
-        if expected != got:
-            odd = sorted(expected ^ got)[0]
-            where = "the saved state" if odd in got else "this model's trainable parameters"
-            raise ValueError(f"the state is of another model: {odd!r} is only in {where}. Load it into the same model.")
+        self._planner.load_state_dict(state)
+        self._adopt_plan()
         self.step = int(state["step"])
         self._backward = None
-        for slot in self._all():
-            slot.forget()  # what was gathered here before belongs to another past
-        self._planner.ready_order = None if state["planned"] else []
-        self._planner.install(state["layout"])
-        self._adopt_plan()
-        saved = state["window"]
-        self.window = Window(saved["weight"], saved["num_backwards"], saved["unit"])
-        for name, grad in saved["gathered"].items():
-            self._params[name].grad = grad.clone()
+        saved = dict(state["window"])
+        gathered = saved.pop("gathered")
+        self.window = Window(**saved)
+        for name, grad in gathered.items():
+            self.training.params[name].grad = grad.clone()
             self._planner.slots[name].hold()
         if self.window.num_backwards:
             self.watch_incoming()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.nn import Parameter
@@ -102,6 +103,23 @@ class Planner:
             return False
         self.install(layout)
         return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plan, which sums depend on: the order of values in a bucket is the order in which they are added."""
+        return {"layout": [list(names) for names in self.plan.layout], "planned": self.ready_order is None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Lay the buckets out as they were saved."""
+        expected = {name for names in self.plan.layout for name in names}
+        got = {name for names in state["layout"] for name in names}
+        if expected != got:
+            odd = sorted(expected ^ got)[0]
+            where = "the saved state" if odd in got else "this model's trainable parameters"
+            raise ValueError(f"the state is of another model: {odd!r} is only in {where}. Load it into the same model.")
+        for slot in self.slots.values():
+            slot.forget()  # what was gathered here before belongs to another past
+        self.ready_order = None if state["planned"] else []
+        self.install(state["layout"])
 
     def _trainable_now(self) -> dict[str, bool]:
         return {name: param.requires_grad for name, param in self._params.items()}

@@ -16,8 +16,8 @@ class ScalerGuard:
     """
 
     def __init__(self, engine: Engine) -> None:
-        assert engine.scaler is not None
-        self._scaler = engine.scaler
+        assert engine.training.scaler is not None
+        self._scaler = engine.training.scaler
         for name in ("unscale_", "step", "update"):
             setattr(self._scaler, name, self._passing_over(getattr(self._scaler, name), engine, name))
 
@@ -27,8 +27,8 @@ class ScalerGuard:
             if engine.settings.accumulate > 1 and not engine.synchronized:
                 return None
             result = method(*args, **kwargs)
-            if name == "step" and engine.optimizer in (*args, *kwargs.values()):
-                engine.note_skipped_step()
+            if name == "step" and engine.training.optimizer in (*args, *kwargs.values()):
+                engine.gate.note_scaler_stepped()
             return result
 
         return call

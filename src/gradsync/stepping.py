@@ -22,8 +22,19 @@ class StepGate:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._num_optimized = _num_parameters(engine.optimizer)
+        self._num_optimized = _num_parameters(engine.training.optimizer)
+        self._awaits_step = False  # a synchronizing backward has ended, and the optimizer has not stepped since
         self._entered = 0  # when the optimizer's own step began, for the recorder
+
+    def expect_step(self) -> None:
+        """A synchronizing backward has ended."""
+        self._awaits_step = True
+
+    def note_scaler_stepped(self) -> None:
+        """A ``GradScaler`` was asked to step; where it left the step out, the strategy must know."""
+        if self._awaits_step:
+            self._awaits_step = False
+            self._engine.guard(self._engine.strategy.skipped_step, self._engine.step)
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         engine = self._engine
@@ -39,7 +50,7 @@ class StepGate:
                 "Close this synchronizer and call synchronize() again."
             )
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
-        if closure is None and not engine.awaits_step:
+        if closure is None and not self._awaits_step:
             return None  # within an accumulation: there are no gradients, and the optimizer passes over them
         if closure is not None and engine.strategy.steps_itself:
             with torch.enable_grad():
@@ -58,8 +69,8 @@ class StepGate:
 
     def after_step(self, *_: Any) -> None:
         engine = self._engine
-        if engine.awaits_step:
-            engine.awaits_step = False
+        if self._awaits_step:
+            self._awaits_step = False
             engine.recorder.optimized(self._entered)
             entered = engine.recorder.now()
             with engine.comm.feed.waiting():

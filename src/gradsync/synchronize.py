@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal
@@ -15,8 +14,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from gradsync import spec
+from gradsync.admission import check_model, find_sparse, is_compiled_whole
 from gradsync.bucket import FIRST_BUCKET_BYTES
-from gradsync.buffers import BufferMode
+from gradsync.buffers import BufferMode, BufferSync
 from gradsync.comm import Communicator, connect
 from gradsync.comm.objects import broadcast_object
 from gradsync.engine import Engine
@@ -24,13 +24,13 @@ from gradsync.observers import announce
 from gradsync.profiling.recorder import Recorder
 from gradsync.profiling.start import start as start_recording
 from gradsync.replicas import check_agreement, copy_tensors, describe, plain_name
+from gradsync.saved_state import VERSION, own_state
 from gradsync.scaling import ScalerGuard
 from gradsync.settings import Settings
 from gradsync.strategies import Strategy, resolve_strategy
+from gradsync.training import Training
 
 log = logging.getLogger("gradsync")
-
-STATE_VERSION = 2
 
 
 def synchronize(
@@ -95,8 +95,8 @@ def synchronize(
         first_bucket_bytes=first_bucket_bytes,
         buffers=buffers,
     )
-    _check_model(model, optimizer)
-    sparse_names = _sparse_names(model, sparse)
+    check_model(model, optimizer)
+    sparse_names = find_sparse(model, sparse)
     if comm is None:
         comm = connect(timeout_s=timeout_s)
     elif timeout_s is not None:
@@ -110,20 +110,17 @@ def synchronize(
     }
     check_agreement(own, describe(model, optimizer, agreed))
     copy_tensors(own, [*model.parameters(), *model.buffers()], src=0)
-    schedules = [scheduler] if isinstance(scheduler, LRScheduler) else list(scheduler)
-    params = {plain_name(name): param for name, param in model.named_parameters()}
-    engine = Engine(
-        model,
-        optimizer,
-        chosen,
-        own,
-        settings,
-        sparse=sparse_names,
+    training = Training(
+        model=model,
+        optimizer=optimizer,
+        params={plain_name(name): param for name, param in model.named_parameters()},
+        buffers=BufferSync(model, settings.buffers, own),
         scaler=scaler,
-        schedules=schedules,
-        recorder=start_recording(own, params, strategy=spec.render(chosen), bucket_bytes=bucket_bytes),
+        schedules=[scheduler] if isinstance(scheduler, LRScheduler) else list(scheduler),
     )
-    if _is_compiled_whole(model):
+    recorder = start_recording(own, training.params, strategy=spec.render(chosen), bucket_bytes=bucket_bytes)
+    engine = Engine(training, chosen, own, settings, sparse=sparse_names, recorder=recorder)
+    if is_compiled_whole(model):
         log.info(
             "the model is compiled as a whole, so all its gradients come at the end of backward and nothing overlaps; "
             "compile it block by block to keep the overlap"
@@ -148,7 +145,7 @@ class Synchronizer:
     def __init__(self, engine: Engine, comm: Communicator) -> None:
         self._engine = engine
         self._feed = comm.feed
-        self._guard = ScalerGuard(engine) if engine.scaler is not None else None
+        self._guard = ScalerGuard(engine) if engine.training.scaler is not None else None
         self._unsubscribe = self._feed.subscribe(engine.join)
         self._closed = False
 
@@ -245,7 +242,7 @@ class Synchronizer:
         >>> sync = gradsync.synchronize(model, torch.optim.SGD(model.parameters(), lr=0.1))
         >>> sync.settle()
         """
-        self._engine.settle()
+        self._engine.guard(self._engine.strategy.settle)
 
     def stats(self) -> dict[str, Any]:
         """What the synchronization is and costs, in plain numbers.
@@ -310,7 +307,7 @@ class Synchronizer:
         1
         """
         return {
-            "version": STATE_VERSION,
+            "version": VERSION,
             "rank": self.rank,
             "world_size": self.world_size,
             "strategy": spec.render(self._engine.strategy),
@@ -339,42 +336,9 @@ class Synchronizer:
         Given a list of what *all* ranks have saved, in rank order, each takes its own. With another number of ranks
         what the codecs still owe is handed on: old rank q's to rank q mod ``world_size``: none is lost.
         """
-        states = [state] if isinstance(state, dict) else list(state)
-        strategy = self._engine.strategy
-        for each in states:
-            if each.get("version") != STATE_VERSION:
-                raise ValueError(f"expected a gradsync state of version {STATE_VERSION}; got {each.get('version')!r}.")
-            if each["strategy"] != spec.render(strategy):
-                raise ValueError(
-                    f"the state was saved by {each['strategy']!r}; this synchronizer runs {spec.render(strategy)!r}."
-                )
-        if isinstance(state, dict):
-            self._check_own(state)
-            chosen = state
-        else:
-            self._check_complete(states)
-            chosen = states[self.rank % len(states)]
-            if len(states) != self.world_size:
-                merged = strategy.redistribute([each["strategy_state"] for each in states], self.rank, self.world_size)
-                chosen = {**chosen, "strategy_state": merged}
+        chosen = own_state(state, self._engine.strategy, rank=self.rank, world_size=self.world_size)
         self._engine.load_state_dict(chosen)
-        strategy.load_state_dict(chosen["strategy_state"])
-
-    def _check_own(self, state: dict[str, Any]) -> None:
-        saved, here = (state["rank"], state["world_size"]), (self.rank, self.world_size)
-        if self._engine.strategy.is_own(state["strategy_state"]) and saved != here:
-            raise ValueError(
-                f"the state is that of rank {saved[0]} of {saved[1]}, and what its codec still owes is its own; this "
-                f"is rank {here[0]} of {here[1]}. Save and load the states of all ranks: sync.gather_state_dict()."
-            )
-
-    def _check_complete(self, states: Sequence[dict[str, Any]]) -> None:
-        expected = states[0]["world_size"] if states else 1
-        if [each["rank"] for each in states] != list(range(expected)):
-            raise ValueError(
-                f"expected the states of ranks 0 to {expected - 1}, in this order; got those of "
-                f"{[each['rank'] for each in states]}."
-            )
+        self._engine.strategy.load_state_dict(chosen["strategy_state"])
 
     def close(self) -> None:
         """Remove all hooks: the model is as it was, with gradients of its own. Does not wait for peers."""
@@ -397,50 +361,3 @@ class Synchronizer:
 
     def __repr__(self) -> str:
         return f"Synchronizer({spec.render(self._engine.strategy)!r}, rank {self.rank} of {self.world_size})"
-
-
-def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}. Several go into a ModuleList.")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}.")
-    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        raise ValueError(f"the model is already wrapped in {type(model).__name__}. Pass its .module.")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(
-            "LBFGS decides by its own rank's loss how often it evaluates, so ranks would get out of step. "
-            "Use another optimizer."
-        )
-    for name, param in model.named_parameters():
-        if param.device.type == "meta" or isinstance(param, nn.parameter.UninitializedParameter):
-            raise ValueError(f"parameter {name} has no data yet. Materialise it (or run a forward) on all ranks first.")
-    if not any(param.requires_grad for param in model.parameters()):
-        raise ValueError("the model has no parameter that requires a gradient: there is nothing to synchronize.")
-    known = {id(param) for param in model.parameters()}
-    strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
-    if strangers:
-        shapes = ", ".join(str(tuple(param.shape)) for param in strangers[:3])
-        raise ValueError(
-            f"the optimizer has {len(strangers)} parameter(s) that are not the model's (shapes {shapes}): nobody would "
-            "average their gradients. Make them part of the model, or put several models into one ModuleList."
-        )
-
-
-def _is_compiled_whole(model: nn.Module) -> bool:
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # importing it takes seconds, and torch.compile has done so
-    return model._compiled_call_impl is not None or (dynamo is not None and isinstance(model, dynamo.OptimizedModule))
-
-
-def _sparse_names(model: nn.Module, said: Sequence[str]) -> list[str]:
-    names = {id(param): plain_name(name) for name, param in model.named_parameters()}
-    unknown = sorted(set(said) - set(names.values()))
-    if unknown:
-        raise ValueError(
-            f"sparse names {unknown[0]!r}, which the model does not have; it has {sorted(names.values())}."
-        )
-    found = [
-        names[id(module.weight)]
-        for module in model.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-    ]
-    return sorted({*said, *found})

@@ -216,7 +216,9 @@ def test_a_gradient_that_is_not_finite_is_an_error_that_names_it() -> None:
     def go(comm: Communicator) -> str:
         def spoil(sync: Any) -> None:
             if comm.rank == 1:
-                sync._engine.model[2].weight.register_hook(lambda grad: grad.index_fill(0, torch.tensor(5), torch.nan))
+                sync._engine.training.model[2].weight.register_hook(
+                    lambda grad: grad.index_fill(0, torch.tensor(5), torch.nan)
+                )
 
         with pytest.raises(gradsync.NonFiniteGradient) as caught:
             run(comm, strategy_of("int8"), 1, prepare=spoil)

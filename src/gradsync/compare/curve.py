@@ -120,7 +120,9 @@ class CurveWriter:
         self._counts = _shared_counts(self._folder / "counts", sync.world_size)
         engine = sync._engine
         self._done, self._at, self._sent, self._start_s = 0, engine.step, 0.0, time.monotonic()
-        self._undo.append(engine.optimizer.register_step_post_hook(lambda *_: self._on_step(sync, engine)).remove)
+        self._undo.append(
+            engine.training.optimizer.register_step_post_hook(lambda *_: self._on_step(sync, engine)).remove
+        )
         self._losses.clear()
         self._say({"rank": sync.rank, "world_size": sync.world_size, "strategy": sync.stats()["strategy"]})
 
@@ -132,8 +134,7 @@ class CurveWriter:
             self._start_s = time.monotonic()
         self._done += 1
         self._sent += engine.strategy.bytes_per_step()
-        scale = 1.0 if engine.scaler is None else float(engine.scaler.get_scale())
-        losses = [float(loss) / scale for loss in self._losses]
+        losses = [float(loss) / engine.training.loss_scale for loss in self._losses]
         self._losses.clear()
         self._say(
             {
