@@ -74,3 +74,4 @@ else
 fi
 export VIRTUAL_ENV="$venv_dir" PATH="$venv_dir/bin:$PATH"
 unset PYTHONHOME
+unset PYTHONDONTWRITEBYTECODE # or each of some hundred processes that tests start would compile gradsync's source again
