@@ -287,6 +287,7 @@ def test_a_newcomer_joins_by_address_and_contributes() -> None:
     server = Server().start()
     strategy = spec.render(gradsync.strategies.ParameterServer(staleness=None, servers=[server.address]))
     arrived, done = threading.Event(), threading.Event()
+    all_have_looked = threading.Barrier(3)  # who leaves is counted no more
 
     def work(comm: Communicator, steps: int) -> dict[str, Any]:
         model = nn.Linear(1, 1, bias=False).double()
@@ -305,7 +306,9 @@ def test_a_newcomer_joins_by_address_and_contributes() -> None:
             else:
                 done.set()
             sync.settle()
-            return {"began": began_at, "ends": model.weight.item(), "clocks": sync.stats()["clocks"]}
+            outcome = {"began": began_at, "ends": model.weight.item(), "clocks": sync.stats()["clocks"]}
+            all_have_looked.wait(20)
+            return outcome
 
     def newcomer() -> None:
         assert arrived.wait(20)
