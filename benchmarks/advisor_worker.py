@@ -146,6 +146,59 @@ def measurement_of(run: Run, recorded: Sequence[dict[str, Any]], comm: gradsync.
     )
 
 
+@dataclass
+class Found:
+    """What the rounds have measured so far, by link, and on a link by choice."""
+
+    costs: list[dict[str, Any]]
+    networks: dict[str, list[dict[str, Any]]]
+    step_s: dict[str, dict[str, list[list[float]]]]
+    recorded: list[dict[str, Any]] = field(default_factory=list)  # steps of the first choice on the unlimited link
+    unlimited_step_s: list[float] = field(default_factory=list)
+    rounds: int = 0
+
+
+def measure(choices: Sequence[Choice], comm: gradsync.Communicator, options: argparse.Namespace) -> dict[str, Any]:
+    """Warm up, then measure in rounds of all links and choices; give it all as plain data. Every rank calls it."""
+    began_s = time.monotonic()
+    runs = {str(choice): make_run(choice, options.task, comm) for choice in choices}
+    for run in runs.values():
+        for _ in range(3):
+            run.step()
+    first = runs[str(choices[0])]
+    time_block(first, comm, steps=2)
+    gradients = measurement_of(first, first.recorded, comm).gradients
+    links = options.links.split(",") if options.links else []
+    found = Found([], {link: [] for link in [UNLIMITED, *links]}, {link: {name: [] for name in runs} for link in links})
+    while found.rounds < options.rounds:
+        late = torch.tensor([float(time.monotonic() - began_s > options.seconds)])
+        comm.all_reduce(late, op="max").wait()
+        if found.rounds and late.item():
+            break
+        found.costs.append(measure_costs(gradients, choices, comm=comm).as_dict())
+        measure_round(runs, found, comm, options)
+        found.rounds += 1
+    told = {name: value for name, value in vars(found).items() if name != "recorded"}
+    return {"measurement": measurement_of(first, found.recorded, comm).as_dict(), **told}
+
+
+def measure_round(runs: dict[str, Run], found: Found, comm: gradsync.Communicator, options: argparse.Namespace) -> None:
+    """Each link in turn: what it is, and what every choice takes on it; unlimited, only the first, and step by step."""
+    first = next(iter(runs.values()))
+    for link, networks in found.networks.items():
+        comm.barrier()
+        if options.links:
+            limit(link)
+        comm.barrier()
+        networks.append(measure_network(comm, seconds=options.network_s, name=link).as_dict())
+        if link == UNLIMITED:
+            found.unlimited_step_s += time_block(first, comm, steps=max(RECORDED_STEPS, options.steps))
+            found.recorded += first.recorded[:]
+            continue
+        for name in order_of_round(list(runs), found.rounds):
+            found.step_s[link][name].append(time_block(runs[name], comm, steps=options.steps))
+
+
 def main() -> None:
     """Measure, and on rank 0 write it all down."""
     parser = argparse.ArgumentParser()
@@ -161,51 +214,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    began_s = time.monotonic()
     comm = gradsync.connect("c10d" if options.links else "auto")
-    choices = [Choice(text, size) for text, size in json.loads(options.choices)]
-    runs = {str(choice): make_run(choice, options.task, comm) for choice in choices}
-    links = options.links.split(",") if options.links else []
-    for run in runs.values():
-        for _ in range(3):
-            run.step()
-    first = runs[str(choices[0])]
-    time_block(first, comm, steps=2)
-    gradients = measurement_of(first, first.recorded, comm).gradients
-    costs: list[dict[str, Any]] = []
-    networks: dict[str, list[dict[str, Any]]] = {link: [] for link in [UNLIMITED, *links]}
-    taken: dict[str, dict[str, list[list[float]]]] = {link: {name: [] for name in runs} for link in links}
-    recorded: list[dict[str, Any]] = []
-    unlimited: list[float] = []
-    number = 0
-    while number < options.rounds:
-        late = torch.tensor([float(time.monotonic() - began_s > options.seconds)])
-        comm.all_reduce(late, op="max").wait()
-        if number and late.item():
-            break
-        costs.append(measure_costs(gradients, choices, comm=comm).as_dict())
-        for link in [UNLIMITED, *links]:
-            comm.barrier()
-            if links:
-                limit(link)
-            comm.barrier()
-            networks[link].append(measure_network(comm, seconds=options.network_s, name=link).as_dict())
-            if link == UNLIMITED:
-                unlimited += time_block(first, comm, steps=max(RECORDED_STEPS, options.steps))
-                recorded += first.recorded[:]
-                continue
-            for name in order_of_round(list(runs), number):
-                taken[link][name].append(time_block(runs[name], comm, steps=options.steps))
-        number += 1
+    found = measure([Choice(text, size) for text, size in json.loads(options.choices)], comm, options)
     if comm.rank == 0:
-        found = {
-            "measurement": measurement_of(first, recorded, comm).as_dict(),
-            "unlimited_step_s": unlimited,
-            "costs": costs,
-            "networks": networks,
-            "step_s": taken,
-            "rounds": number,
-        }
         options.out.write_text(json.dumps(found))
     comm.barrier()
 

@@ -14,30 +14,27 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT))  # so that it also runs as a file, from anywhere
 
-from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from benchmarks.advisor_worker import UNLIMITED  # noqa: E402
-from benchmarks.bench_step import describe_machine, free_port  # noqa: E402
+from benchmarks.reporting import RESULTS, Reporting  # noqa: E402
+from benchmarks.workers import run_in_lab, run_on_this_host  # noqa: E402
 from gradsync.advisor import Choice, Cost, Costs, Measurement, Network, advise, calibrate, predict  # noqa: E402
-from gradsync.lab import Lab, LabError, run_together  # noqa: E402
+from gradsync.lab import LabError  # noqa: E402
 
 WORKERS = 2
-LOG_WIDTH = 120
 WITHIN = 0.10  # a prediction counts as right within this of the measured step
 TASKS = {
     "transformer": (
@@ -63,28 +60,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "measured.json"
         task = "char_lm" if options.task == "char_lm" else "transformer"
-        command = [
-            *options.under,
-            sys.executable,
-            "-m",
-            "benchmarks.advisor_worker",
-            "--task",
-            task,
-            "--links",
-            options.links,
-        ]
-        command += ["--choices", json.dumps(TASKS[options.task]), "--rounds", str(options.rounds)]
-        command += ["--steps", str(options.steps), "--seconds", str(options.seconds), "--out", str(out)]
-        paths = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")]))
-        env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        command = [*options.under, sys.executable, "-m", "benchmarks.advisor_worker", "--task", task]
+        command += ["--links", options.links, "--choices", json.dumps(TASKS[options.task])]
+        command += ["--rounds", str(options.rounds), "--steps", str(options.steps)]
+        command += ["--seconds", str(options.seconds), "--out", str(out)]
         if options.links:
-            with Lab(hosts=WORKERS) as lab:
-                lab.run([command] * WORKERS, env=env, timeout_s=options.timeout_s)
+            run_in_lab(command, workers=WORKERS, timeout_s=options.timeout_s, rate=None)
         else:
-            place = {"WORLD_SIZE": str(WORKERS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-            place |= {"LOCAL_WORLD_SIZE": str(WORKERS), "GLOO_SOCKET_IFNAME": "lo"}
-            envs = [{**env, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(WORKERS)]
-            run_together([command] * WORKERS, envs=envs, timeout_s=options.timeout_s)
+            run_on_this_host(command, workers=WORKERS, timeout_s=options.timeout_s)
         measured: dict[str, Any] = json.loads(out.read_text())
         return {"task": options.task, **measured}
 
@@ -237,29 +220,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--under", type=shlex.split, default="", help='put before every worker, such as "nice -n -5"')
     parser.add_argument("--save", type=Path, help="only write what was measured here, for --merge")
     parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing: files that --save wrote")
-    parser.add_argument("--results", type=Path, default=PROJECT / "benchmarks" / "results", help="folder for the JSON")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure or merge, print the tables and write the JSON."""
     options = parse(arguments)
-    console = Console()
-    if not console.is_terminal:
-        console.width = LOG_WIDTH
-    started = datetime.now(UTC)
+    reporting = Reporting("advisor", arguments)
     try:
         parts = [json.loads(path.read_text()) for path in options.merge] if options.merge else [measure(options)]
     except LabError as error:
-        sys.exit(f"bench_advisor: {error}")
+        reporting.fail(error)
     if options.save:
         options.save.write_text(json.dumps(parts[0]) + "\n")
         return
-    report: dict[str, Any] = {
-        "date": started.isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "benchmarks/bench_advisor.py", *(arguments or sys.argv[1:])]),
-        "machine": describe_machine(),
-    }
+    report: dict[str, Any] = {}
     for task in dict.fromkeys(part["task"] for part in parts):
         own = [part for part in parts if part["task"] == task]
         linked = [part for part in own if part["step_s"]]
@@ -268,14 +244,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report[task] = {"rows": rows, "picks": chosen, "same_host": same_host(own)}
         if linked:
             for table in tables(rows, chosen):
-                console.print(table)
+                reporting.console.print(table)
         for sentence in report[task]["same_host"]:
-            console.print(f"On one host it says: {sentence}")
-    report["measured"] = parts
-    options.results.mkdir(parents=True, exist_ok=True)
-    path = options.results / f"{started:%Y-%m-%d-%H%M}-advisor.json"
-    path.write_text(json.dumps(report, indent=1) + "\n")
-    console.print(f"Written to {path}")
+            reporting.console.print(f"On one host it says: {sentence}")
+    reporting.write(options.results, {**report, "measured": parts})
 
 
 if __name__ == "__main__":

@@ -11,14 +11,11 @@ else the machine does falls on all alike. Speeds are the size of the values over
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +24,12 @@ sys.path.insert(0, str(PROJECT))  # so that it also runs as a file, from anywher
 
 import torch  # noqa: E402
 from rich import box  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
 from rich.table import Table  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from benchmarks.bench_collectives import parse_size  # noqa: E402
-from benchmarks.bench_step import describe_machine  # noqa: E402
 from benchmarks.paired import paired_ratio  # noqa: E402
+from benchmarks.reporting import Reporting, add_saving  # noqa: E402
+from benchmarks.sizes import parse_size  # noqa: E402
 from gradsync import spec  # noqa: E402
 from gradsync.codecs import Codec, Payload, Residual  # noqa: E402
 
@@ -51,7 +46,6 @@ CODECS = (
     "chain(topk(density=0.01), int8)",
 )
 MODES = ("ours", "eager", "compile")
-LOG_WIDTH = 120  # columns, where the output is no terminal
 
 # What a codec is in plain torch: encode gives the parts of a payload and the new residual, decode the values.
 Encode = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
@@ -249,8 +243,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--modes", default=",".join(MODES), help=f"of {','.join(MODES)}; ours is always measured")
     parser.add_argument("--size", type=parse_size, default=100 * 2**20, help="of the values (default: 100MB)")
     parser.add_argument("--rounds", type=int, default=11, help="pairs for the ratios (default: 11)")
-    parser.add_argument("--output", type=Path, default=PROJECT / "benchmarks" / "results", help="folder for the file")
-    parser.add_argument("--no-save", action="store_true", help="print only: no JSON")
+    add_saving(parser, files="JSON")
     options = parser.parse_args(arguments)
     if options.rounds < 3:
         parser.error(f"--rounds must be 3 or more, to tell an interval from; got {options.rounds}.")
@@ -284,32 +277,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the table, write the JSON."""
     options = parse(arguments)
     torch.set_num_threads(1)
-    console = Console()
-    if not console.is_terminal:
-        console.width = LOG_WIDTH
-    started = datetime.now(UTC)
+    reporting = Reporting("codecs", arguments)
     x = torch.randn(options.size // 4, generator=torch.Generator().manual_seed(0))
     entries = entries_of(options, x)
-    columns = BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("starting", total=len(entries) * (options.rounds + 1))
-        seconds = measure(entries, options.rounds, lambda doing: bar.update(task, description=doing, advance=1))
+    with reporting.counting(len(entries) * (options.rounds + 1)) as show:
+        seconds = measure(entries, options.rounds, show)
     summary = summarize(seconds, options.size)
-    console.print(table_of(summary, num_bytes=options.size, rounds=options.rounds))
-    if options.no_save:
-        return
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / f"{started:%Y-%m-%d-%H%M}-codecs.json"
-    report = {
-        "date": started.isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "benchmarks/bench_codecs.py", *(arguments or sys.argv[1:])]),
-        "machine": describe_machine(),
-        "size_bytes": options.size,
-        "summary": summary,
-        "measured": seconds,
-    }
-    path.write_text(json.dumps(report, indent=1) + "\n")
-    console.print(f"Written to {path}")
+    reporting.console.print(table_of(summary, num_bytes=options.size, rounds=options.rounds))
+    if not options.no_save:
+        reporting.write(options.output, {"size_bytes": options.size, "summary": summary, "measured": seconds})
 
 
 if __name__ == "__main__":

@@ -8,12 +8,14 @@ initial weights for all specs of a seed. The first spec is what the others are c
 that whatever else the machine does falls on all specs alike. Seconds are those of the training steps on this machine,
 where the workers share memory; evaluations are not counted. Bytes are what one worker sends. A strategy under which
 workers train on their own settles once, before the evaluation at the end.
+
+It takes hours: with ``--runs FOLDER``, the runs that a stopped call has finished are kept, and the next goes on there.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import hashlib
 import json
 import math
 import shlex
@@ -22,7 +24,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -31,14 +32,14 @@ PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT))  # so that it also runs as a file, from anywhere
 
 from rich import box  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from benchmarks.bench_step import describe_machine  # noqa: E402
-from benchmarks.netlab import LabError, run_together  # noqa: E402
 from benchmarks.paired import paired_ratio  # noqa: E402
+from benchmarks.plots import add_grid, figure_for, look_of  # noqa: E402
+from benchmarks.reporting import Reporting, add_saving, describe_machine, why_no_plot  # noqa: E402
+from benchmarks.training import KeptRuns, RunFailed, add_training, launch  # noqa: E402
 from gradsync import spec  # noqa: E402
+from gradsync.lab import LabError  # noqa: E402
 
 SCRIPT = PROJECT / "examples" / "char_lm.py"
 PERCENT = {  # of exact training's eval loss: how much more a spec may end with
@@ -54,31 +55,37 @@ PERCENT = {  # of exact training's eval loss: how much more a spec may end with
 # A small model: what matters here is how the loss falls, and 21 runs should not take a day.
 MODEL = "--layers 2 --width 128"
 NUM_EVALS = 12
-LOG_WIDTH = 120  # columns, where the output is no terminal
-# Of a middle lightness: they are seen on white and on black.
-COLOURS = ("#8c8c8c", "#2f80ed", "#22a06b", "#e8710a", "#c2468f", "#9b5de5", "#c79a00", "#14a3b8", "#d64545")
 
 Runs = dict[str, dict[int, dict[str, Any]]]  # by spec and seed: what the example wrote
 
 
-class RunFailed(RuntimeError):
-    """A training run did not come to its end."""
-
-
 # -- measuring ------------------------------------------------------------------------------------------------------
+
+
+def script_of(seed: int, options: argparse.Namespace) -> list[str]:
+    """The example and its arguments."""
+    script = [str(SCRIPT), "--steps", str(options.steps), "--seed", str(seed), "--eval-every", str(options.eval_every)]
+    script += ["--threads", "1", *options.model]
+    return [*script, "--data", str(options.data)] if options.data else script
+
+
+def settings_of(text: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """All that a run's log depends on, but for the code: what it was kept under."""
+    return {
+        "sync": text,
+        "script": script_of(seed, options),
+        "data": hashlib.sha256(options.data.read_bytes()).hexdigest() if options.data else None,
+        "workers": options.workers,
+        "machine": describe_machine(),  # its seconds are held against those of other runs
+    }
 
 
 def train(text: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Run the example once, in workers of its own; block until it has ended; give its log."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "log.json"
-        command = [*options.under, sys.executable, "-m", "gradsync.cli.main", "run", "-n", str(options.workers)]
-        command += ["--sync", text, str(SCRIPT), "--steps", str(options.steps), "--seed", str(seed)]
-        command += ["--eval-every", str(options.eval_every), "--threads", "1", *options.model, "--json", str(out)]
-        if options.data:
-            command += ["--data", str(options.data)]
-        try:  # what the workers say of a failure goes to stderr
-            run_together([command], envs=[{"OMP_NUM_THREADS": "1"}], timeout_s=options.timeout_s, capture=True)
+        try:
+            launch([*script_of(seed, options), "--json", str(out)], options, sync=text)
         except LabError as error:
             raise RunFailed(f"{text}, seed {seed}: {error}") from error
         log: dict[str, Any] = json.loads(out.read_text())
@@ -88,12 +95,18 @@ def train(text: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace, show: Callable[[str], None]) -> Runs:
-    """Train every spec with every seed."""
+    """Train every spec with every seed, but for runs that an earlier call has kept."""
+    kept = KeptRuns(options.runs)
     runs: Runs = {text: {} for text in options.specs}
     for seed in options.seeds:
         for text in options.specs:
             show(f"seed {seed}: {text}")
-            runs[text][seed] = train(text, seed, options)
+            name, settings = f"{text} {seed}", settings_of(text, seed, options)
+            log = kept.get(name, settings)
+            if log is None:
+                log = train(text, seed, options)
+                kept.put(name, settings, log)
+            runs[text][seed] = log
     return runs
 
 
@@ -184,33 +197,23 @@ def table_of(summary: dict[str, dict[str, Any]], *, caption: str) -> Table:
 
 
 def plot(runs: Runs, path: Path, *, title: str) -> None:
-    """Draw the loss against steps, seconds and bytes, on no background: it is seen on light and dark."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    grey = "#808080"
-    grey_parts = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    style: Any = {**dict.fromkeys(grey_parts, grey), "axes.spines.top": False, "axes.spines.right": False}
-    style |= {"svg.fonttype": "none", "svg.hashsalt": "gradsync", "font.size": 11}
-    with mpl.rc_context(style):
-        figure = Figure(figsize=(12.5, 4.6), layout="constrained")
+    """Draw the loss against steps, seconds and bytes."""
+    with figure_for(path, width=12.5, height=4.6) as figure:
         figure.suptitle(title)
         panels = figure.subplots(1, 3, sharey=True)
         lines = []
         for number, (text, logs) in enumerate(runs.items()):
             means = curves(logs)
-            look: Any = {"color": COLOURS[number % len(COLOURS)], "linewidth": 2.4 if number == 0 else 1.6}
-            look |= {"linestyle": "--" if number == 0 else "-", "marker": "o", "markersize": 3, "label": text}
+            look = look_of(number, text) | {"marker": "o", "markersize": 3}
             panels[0].plot(means["steps"], means["loss"], **look)
             panels[1].plot(means["seconds"], means["loss"], **look)
             lines += panels[2].semilogx([sent / 1e6 for sent in means["bytes"]], means["loss"], **look)
         for axes, label in zip(panels, ("steps", "seconds of training", "MB sent by a worker"), strict=True):
             axes.set_xlabel(label)
-            axes.grid(visible=True, axis="y", color=grey, alpha=0.25, linewidth=0.6)
+            add_grid(axes)
         panels[2].xaxis.set_major_formatter("{x:g}")
         panels[0].set_ylabel("eval loss, mean of the seeds")
         figure.legend(handles=lines, loc="outside lower center", ncols=3, frameon=False)
-        figure.savefig(path, transparent=True, metadata={"Date": None})
 
 
 # -- the command line -----------------------------------------------------------------------------------------------
@@ -223,19 +226,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--specs", help=f"separated by ';', the first is what others are held against (default: {len(PERCENT)})"
     )
     parser.add_argument("--steps", type=int, default=600, help="of every run (default: 600)")
-    parser.add_argument("--seeds", default="0,1,2", help="a run of every spec for each (default: 0,1,2)")
-    parser.add_argument("--workers", type=int, default=2, help="of one thread each (default: 2)")
     parser.add_argument("--eval-every", type=int, default=0, help=f"steps (default: {NUM_EVALS} times in a run)")
-    parser.add_argument("--data", type=Path, help="a text to learn (default: the standard library's source)")
     parser.add_argument(
         "--model", type=shlex.split, default=MODEL, help=f"the example's own options (default: {MODEL})"
     )
-    parser.add_argument(
-        "--under", type=shlex.split, default="", help='put before every run, such as "nice" or "flock FILE"'
-    )
-    parser.add_argument("--timeout-s", type=float, default=3600.0, help="for each run (default: 3600)")
-    parser.add_argument("--output", type=Path, default=PROJECT / "benchmarks" / "results", help="folder for the files")
-    parser.add_argument("--no-save", action="store_true", help="print only: no JSON, no plot")
+    add_training(parser, seeds="0,1,2", workers=2)
+    add_saving(parser, files="JSON, no plot")
     options = parser.parse_args(arguments)
     texts = [text.strip() for text in options.specs.split(";")] if options.specs else list(PERCENT)
     if len(set(texts)) < len(texts):
@@ -246,47 +242,32 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         except ValueError as error:
             parser.error(f"--specs: {error}")
     options.specs = texts
-    try:
-        options.seeds = [int(seed) for seed in options.seeds.split(",")]
-    except ValueError:
-        parser.error(f"--seeds must be whole numbers, such as 0,1,2; got {options.seeds!r}.")
     if options.workers < 2:
         parser.error(f"--workers must be 2 or more: one sends nothing; got {options.workers}.")
     if options.steps < 1:
         parser.error(f"--steps must be 1 or more; got {options.steps}.")
     options.eval_every = options.eval_every or max(1, options.steps // NUM_EVALS)
-    if not options.no_save and importlib.util.find_spec("matplotlib") is None:
-        parser.error("the plot needs matplotlib. Install it (pip install matplotlib), or say --no-save.")
+    if lack := why_no_plot(options):
+        parser.error(lack)
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train everything, print the table, write the JSON and the plot."""
     options = parse(arguments)
-    console = Console()
-    if not console.is_terminal:
-        console.width = LOG_WIDTH
-    started = datetime.now(UTC)
-    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("starting", total=len(options.specs) * len(options.seeds), completed=-1)
-        try:
-            runs = measure(options, lambda doing: bar.update(task, description=doing, advance=1))
-        except RunFailed as error:
-            bar.stop()
-            sys.exit(f"bench_convergence: {error}")
+    reporting = Reporting("convergence", arguments)
+    try:
+        with reporting.counting(len(options.specs) * len(options.seeds)) as show:
+            runs = measure(options, show)
+    except RunFailed as error:
+        reporting.fail(error)
     summary = summarize(runs)
     seeds = "seed" if len(options.seeds) == 1 else "seeds"
     what = f"char_lm {shlex.join(options.model)}: {options.steps} steps, {options.workers} workers"
-    console.print(table_of(summary, caption=f"{what}, means of {len(options.seeds)} {seeds}."))
+    reporting.console.print(table_of(summary, caption=f"{what}, means of {len(options.seeds)} {seeds}."))
     if options.no_save:
         return
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / f"{started:%Y-%m-%d-%H%M}-convergence.json"
-    report = {
-        "date": started.isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "benchmarks/bench_convergence.py", *(arguments or sys.argv[1:])]),
-        "machine": describe_machine(),
+    found = {
         "steps": options.steps,
         "workers": options.workers,
         "model": options.model,
@@ -294,9 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "curves": {text: curves(logs) for text, logs in runs.items()},
         "losses": {text: {seed: log["losses"] for seed, log in logs.items()} for text, logs in runs.items()},
     }
-    path.write_text(json.dumps(report, indent=1) + "\n")
-    plot(runs, path.with_suffix(".svg"), title=what)
-    console.print(f"Written to {path} and {path.with_suffix('.svg').name}")
+    reporting.write(options.output, found, plot=lambda path: plot(runs, path, title=what))
 
 
 if __name__ == "__main__":

@@ -12,25 +12,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shlex
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 PROJECT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(PROJECT))
 
-from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from benchmarks.bench_step import describe_machine, free_port  # noqa: E402
-from benchmarks.netlab import Lab, LabError, run_together  # noqa: E402
 from benchmarks.paired import paired_ratio  # noqa: E402
+from benchmarks.reporting import RESULTS, Reporting  # noqa: E402
+from benchmarks.workers import run_in_lab, run_on_this_host  # noqa: E402
+from gradsync.lab import LabError  # noqa: E402
 from gradsync.profiling import Breakdown, load  # noqa: E402
 
 COMPUTE_MS, LATE_MS = 100.0, 100.0
@@ -39,20 +36,13 @@ ALLOWED = 0.05
 Case = Callable[[Path, list[str]], list[dict[str, Any]]]
 
 
-def run(arguments: Sequence[str], *, workers: int, timeout_s: float, rate: str | None = None) -> list[int]:
-    """Run the worker in several processes; on a link of a rate if one is given: then each host's bytes are told."""
+def run(arguments: Sequence[str], *, workers: int, timeout_s: float, rate: str | None = None) -> None:
+    """Run the worker in several processes; in a lab, on links of a rate, if one is given."""
     command = [sys.executable, "-m", "benchmarks.recording_worker", *arguments]
-    paths = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")]))
-    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "TORCH_CPP_LOG_LEVEL": "ERROR"}
     if rate is not None:
-        with Lab(hosts=workers, rate=rate) as lab:
-            lab.run([command] * workers, env=env, timeout_s=timeout_s)
-            return [lab.bytes_sent(host) for host in range(workers)]
-    place = {"WORLD_SIZE": str(workers), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    place |= {"LOCAL_WORLD_SIZE": str(workers), "GLOO_SOCKET_IFNAME": "lo"}
-    envs = [{**env, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(workers)]
-    run_together([command] * workers, envs=envs, timeout_s=timeout_s)
-    return []
+        run_in_lab(command, workers=workers, timeout_s=timeout_s, rate=rate)
+    else:
+        run_on_this_host(command, workers=workers, timeout_s=timeout_s)
 
 
 def stopwatch(folder: Path, rank: int, what: str) -> list[float]:
@@ -136,6 +126,29 @@ def overhead(kinds: Sequence[str], *, rounds: int, steps: int) -> dict[str, Any]
     return found
 
 
+def truth_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """What was recorded against what was planted, for a reader; what is off by too much is red."""
+    table = Table(title="recorded against planted")
+    for column in ("case", "rank", "what", "expected, ms", "recorded, ms", "off by"):
+        table.add_column(column, justify="left" if column in ("case", "what") else "right")
+    for row in rows:
+        style = "" if abs(row["error"]) <= (0.02 if row["what"] == "sum of the parts" else ALLOWED) else "red"
+        times = [f"{1e3 * row[key]:.2f}" for key in ("expected_s", "recorded_s")]
+        table.add_row(row["case"], str(row["rank"]), row["what"], *times, f"{row['error']:+.1%}", style=style)
+    return table
+
+
+def overhead_table(found: dict[str, Any]) -> Table:
+    """What recording costs, for a reader."""
+    table = Table(title="a step with recording, over one without (95 %)")
+    for column in ("what", "step, ms", "by the clock", "by the processor's"):
+        table.add_column(column)
+    for name, row in found.items():
+        ratios = [f"{row[c]['ratio']:.4f} ({row[c]['low']:.4f}-{row[c]['high']:.4f})" for c in ("wall_s", "cpu_s")]
+        table.add_row(name, f"{1e3 * row['step_s']:.1f}", *ratios)
+    return table
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the tables and write the JSON."""
     parser = argparse.ArgumentParser(description="Whether what is recorded is true, and what recording costs.")
@@ -145,42 +158,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--planted-steps", type=int, default=30, help="of each truth (default: 30)")
     parser.add_argument("--kinds", default="memory,files", help="where notes go (default: memory,files)")
     parser.add_argument("--cases", default=",".join(CASES), help=f"of the truth (default: {','.join(CASES)})")
-    parser.add_argument("--results", type=Path, default=PROJECT / "benchmarks" / "results", help="folder for the JSON")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON")
     options = parser.parse_args(arguments)
-    console, started = Console(), datetime.now(UTC)
-    report: dict[str, Any] = {
-        "date": started.isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "benchmarks/bench_recording.py", *(arguments or sys.argv[1:])]),
-        "machine": describe_machine(),
-    }
+    reporting = Reporting("recording", arguments)
+    found: dict[str, Any] = {}
     try:
         if options.only != "overhead":
-            report["truth"] = truth(options.cases.split(","), steps=options.planted_steps)
-            table = Table(title="recorded against planted")
-            for column in ("case", "rank", "what", "expected, ms", "recorded, ms", "off by"):
-                table.add_column(column, justify="left" if column in ("case", "what") else "right")
-            for row in report["truth"]:
-                style = "" if abs(row["error"]) <= (0.02 if row["what"] == "sum of the parts" else ALLOWED) else "red"
-                times = [f"{1e3 * row[key]:.2f}" for key in ("expected_s", "recorded_s")]
-                table.add_row(row["case"], str(row["rank"]), row["what"], *times, f"{row['error']:+.1%}", style=style)
-            console.print(table)
+            found["truth"] = truth(options.cases.split(","), steps=options.planted_steps)
+            reporting.console.print(truth_table(found["truth"]))
         if options.only != "truth":
-            report["overhead"] = overhead(options.kinds.split(","), rounds=options.rounds, steps=options.steps)
-            table = Table(title="a step with recording, over one without (95 %)")
-            for column in ("what", "step, ms", "by the clock", "by the processor's"):
-                table.add_column(column)
-            for name, row in report["overhead"].items():
-                ratios = [
-                    f"{row[c]['ratio']:.4f} ({row[c]['low']:.4f}-{row[c]['high']:.4f})" for c in ("wall_s", "cpu_s")
-                ]
-                table.add_row(name, f"{1e3 * row['step_s']:.1f}", *ratios)
-            console.print(table)
+            found["overhead"] = overhead(options.kinds.split(","), rounds=options.rounds, steps=options.steps)
+            reporting.console.print(overhead_table(found["overhead"]))
     except LabError as error:
-        sys.exit(f"bench_recording: {error}")
-    options.results.mkdir(parents=True, exist_ok=True)
-    path = options.results / f"{started:%Y-%m-%d-%H%M}-recording.json"
-    path.write_text(json.dumps(report, indent=1) + "\n")
-    console.print(f"Written to {path}")
+        reporting.fail(error)
+    reporting.write(options.results, found)
 
 
 if __name__ == "__main__":

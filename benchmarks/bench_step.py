@@ -11,28 +11,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import shlex
-import socket
 import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT))  # so that it also runs as a file, from anywhere
 
-import torch  # noqa: E402
-from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from benchmarks.netlab import Lab, LabError, run_together  # noqa: E402
 from benchmarks.paired import PairedRatio, paired_ratio  # noqa: E402
+from benchmarks.reporting import RESULTS, Reporting  # noqa: E402
 from benchmarks.step_worker import VARIANTS  # noqa: E402
+from benchmarks.workers import run_in_lab, run_on_this_host  # noqa: E402
+from gradsync.lab import LabError  # noqa: E402
 
 WORKERS = 2
 SAME_HOST = "same"
@@ -45,26 +40,12 @@ def measure(link: str, *, variants: Sequence[str], rounds: int, steps: int, time
         out = Path(folder) / "measured.json"
         command = [sys.executable, "-m", "benchmarks.step_worker", "--variants", ",".join(variants)]
         command += ["--rounds", str(rounds), "--steps", str(steps), "--out", str(out)]
-        paths = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")]))
-        # torch warns that it can't look up a name for each address; a lab has no name server.
-        env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "TORCH_CPP_LOG_LEVEL": "ERROR"}
         if link == SAME_HOST:
-            place = {"WORLD_SIZE": str(WORKERS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-            place |= {"LOCAL_WORLD_SIZE": str(WORKERS), "GLOO_SOCKET_IFNAME": "lo"}
-            envs = [{**env, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(WORKERS)]
-            run_together([command] * WORKERS, envs=envs, timeout_s=timeout_s)
+            run_on_this_host(command, workers=WORKERS, timeout_s=timeout_s)
         else:
-            with Lab(hosts=WORKERS, rate=None if link == "unlimited" else link) as lab:
-                lab.run([command] * WORKERS, env=env, timeout_s=timeout_s)
+            run_in_lab(command, workers=WORKERS, timeout_s=timeout_s, rate=None if link == "unlimited" else link)
         measured: dict[str, Any] = json.loads(out.read_text())
         return measured
-
-
-def free_port() -> int:
-    """Find a TCP port that nobody uses now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def summarize(measured: dict[str, Any], *, counted: bool, means: bool = False) -> dict[str, dict[str, Any]]:
@@ -113,22 +94,6 @@ def table_of(summaries: dict[str, dict[str, dict[str, Any]]], *, means: bool = F
     return table
 
 
-def describe_machine() -> dict[str, Any]:
-    """Say what a reader needs to judge the figures."""
-    models = [line for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
-    return {
-        "processor": models[0].partition(": ")[2].strip() if models else platform.processor(),
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-
-
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text().splitlines() if Path(path).exists() else []
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="What a training step costs: compute only, DDP, gradsync.")
@@ -140,7 +105,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a variant in a round (default: 5)")
     parser.add_argument("--means", action="store_true", help="compare means of steps instead of medians")
     parser.add_argument("--timeout-s", type=float, default=1800.0, help="for each link (default: 1800)")
-    parser.add_argument("--results", type=Path, default=PROJECT / "benchmarks" / "results", help="folder for the JSON")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON")
     options = parser.parse_args(arguments)
     options.variants = options.variants.split(",")
     unknown = [name for name in options.variants if name not in VARIANTS]
@@ -154,14 +119,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every link, print the table and write the JSON."""
     options = parse(arguments)
-    console = Console()
-    started = datetime.now(UTC)
+    reporting = Reporting("step", arguments)
     links: dict[str, Any] = {}
     summaries: dict[str, dict[str, dict[str, Any]]] = {}
     for link in options.links.split(","):
         variants = [name for name in options.variants if link == SAME_HOST or not VARIANTS[name].one_host_only]
         blocks = f"{options.rounds} rounds of {options.steps} steps of {', '.join(variants)}"
-        with console.status(f"{link}: {blocks}"):
+        with reporting.console.status(f"{link}: {blocks}"):
             try:
                 links[link] = measure(
                     link,
@@ -171,20 +135,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     timeout_s=options.timeout_s,
                 )
             except LabError as error:
-                sys.exit(f"bench_step: {link}: {error}")
+                reporting.fail(f"{link}: {error}")
         summaries[link] = summarize(links[link], counted=link != SAME_HOST, means=options.means)
-    console.print(table_of(summaries, means=options.means))
-    options.results.mkdir(parents=True, exist_ok=True)
-    path = options.results / f"{started:%Y-%m-%d-%H%M}-step.json"
-    report = {
-        "date": started.isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "benchmarks/bench_step.py", *(arguments or sys.argv[1:])]),
-        "machine": describe_machine(),
-        "summary": summaries,
-        "measured": links,
-    }
-    path.write_text(json.dumps(report, indent=1) + "\n")
-    console.print(f"Written to {path}")
+    reporting.console.print(table_of(summaries, means=options.means))
+    reporting.write(options.results, {"summary": summaries, "measured": links})
 
 
 if __name__ == "__main__":

@@ -12,16 +12,13 @@ another on few cores: see straggler_worker.py. The eval loss is that of rank 0's
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
 import json
-import shlex
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +26,12 @@ PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT))  # so that it also runs as a file, from anywhere
 
 from rich import box  # noqa: E402
-from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from benchmarks.bench_convergence import COLOURS, LOG_WIDTH, RunFailed  # noqa: E402
-from benchmarks.bench_step import describe_machine  # noqa: E402
-from benchmarks.netlab import LabError, run_together  # noqa: E402
+from benchmarks.plots import COLOURS, add_grid, figure_for, look_of  # noqa: E402
+from benchmarks.reporting import Reporting, add_saving, why_no_plot  # noqa: E402
+from benchmarks.training import KeptRuns, RunFailed, add_training, launch  # noqa: E402
+from gradsync.lab import LabError  # noqa: E402
 
 WORKER = PROJECT / "benchmarks" / "straggler_worker.py"
 
@@ -108,11 +105,9 @@ def train(plan: Sequence[dict[str, Any]], options: argparse.Namespace) -> Iterat
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "plan.json"
         written.write_text(json.dumps(list(plan)))
-        command = [*options.under, sys.executable, "-m", "gradsync.cli.main", "run", "-n", str(options.workers)]
-        command += [str(WORKER), "--plan", str(written), "--out", folder]
         failure: LabError | None = None
         try:
-            run_together([command], envs=[{"OMP_NUM_THREADS": "1"}], timeout_s=options.timeout_s, capture=True)
+            launch([str(WORKER), "--plan", str(written), "--out", folder], options)
         except LabError as error:
             failure = error  # what came before it is worth keeping
         for number, run in enumerate(plan):
@@ -124,29 +119,31 @@ def train(plan: Sequence[dict[str, Any]], options: argparse.Namespace) -> Iterat
 
 
 def measure(options: argparse.Namespace) -> dict[str, Runs]:
-    """Train every contestant of every case with every seed; seeds take turns, so that whatever happens hits all."""
+    """Train every contestant of every case with every seed; seeds take turns, so that whatever happens hits all.
+
+    Runs that an earlier call has kept are not done again.
+    """
+    kept = KeptRuns(options.runs)
     results: dict[str, Runs] = {name: {each.title: {} for each in options.contestants(name)} for name in options.cases}
     todo = []
     for name, seed in itertools.product(options.cases, options.seeds):
         for contestant in options.contestants(name):
             run = run_of(contestant, name, seed, options)
-            kept = kept_at(options.runs, name, contestant.title, seed)
-            if kept is not None and kept.exists() and json.loads(kept.read_text())["run"] == run:
-                results[name][contestant.title][seed] = json.loads(kept.read_text())["measured"]
+            before = kept.get(f"{name} {contestant.title} {seed}", run)
+            if before is None:
+                todo.append((name, contestant.title, seed, run))
             else:
-                todo.append((name, contestant.title, seed, run, kept))
+                results[name][contestant.title][seed] = before
     if not todo:
         return results
-    for (name, title, seed, run, kept), measured in zip(todo, train([each[3] for each in todo], options), strict=True):
+    for (name, title, seed, run), measured in zip(todo, train([each[3] for each in todo], options), strict=True):
         results[name][title][seed] = measured
-        if kept is not None:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            kept.write_text(json.dumps({"run": run, "measured": measured}))
+        kept.put(f"{name} {title} {seed}", run, measured)
     return results
 
 
 def run_of(contestant: Contestant, name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """What the workers are told."""
+    """What the workers are told: all that a run depends on, but for the code."""
     return {
         "strategy": contestant.strategy,
         "balance": contestant.balance,
@@ -154,6 +151,7 @@ def run_of(contestant: Contestant, name: str, seed: int, options: argparse.Names
         "factor": CASES[name].factor,
         "chance": CASES[name].chance,
         "seed": seed,
+        "workers": options.workers,
         "seconds": options.seconds,
         "sample_ms": options.sample_ms,
         "batch": options.batch,
@@ -162,11 +160,6 @@ def run_of(contestant: Contestant, name: str, seed: int, options: argparse.Names
         "lr": options.lr,
         "data": str(options.data) if options.data else None,
     }
-
-
-def kept_at(folder: Path | None, name: str, title: str, seed: int) -> Path | None:
-    """Where an earlier call has kept its measurement, if asked to."""
-    return None if folder is None else folder / f"{name} {title} {seed}.json"
 
 
 # -- what it means --------------------------------------------------------------------------------------------------
@@ -264,23 +257,13 @@ def table_of(name: str, summary: dict[str, dict[str, Any]], *, caption: str) -> 
 
 
 def plot(results: dict[str, Runs], summaries: dict[str, dict[str, dict[str, Any]]], path: Path) -> None:
-    """Draw, for each case, the loss against time and the samples a second, on no background."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    grey = "#808080"
-    grey_parts = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    style: Any = {**dict.fromkeys(grey_parts, grey), "axes.spines.top": False, "axes.spines.right": False}
-    style |= {"svg.fonttype": "none", "svg.hashsalt": "gradsync", "font.size": 11}
-    with mpl.rc_context(style):
-        figure = Figure(figsize=(12.5, 4.6 * len(results)), layout="constrained")
+    """Draw, for each case, the loss against time and the samples a second."""
+    with figure_for(path, width=12.5, height=4.6 * len(results)) as figure:
         rows = figure.subplots(len(results), 2, squeeze=False)
         for (name, runs), (curves, bars) in zip(results.items(), rows, strict=True):
             for number, (title, each) in enumerate(runs.items()):
                 evals = next(iter(each.values()))["evals"]
-                look: Any = {"color": COLOURS[number % len(COLOURS)], "linewidth": 2.4 if number == 0 else 1.6}
-                look |= {"linestyle": "--" if number == 0 else "-", "label": title}
-                curves.plot([at for at, _ in evals], [loss for _, loss in evals], **look)
+                curves.plot([at for at, _ in evals], [loss for _, loss in evals], **look_of(number, title))
             titles = list(summaries[name])
             rates = [row["samples_per_s"] for row in summaries[name].values()]
             colours = [COLOURS[number % len(COLOURS)] for number in range(len(titles))]
@@ -290,10 +273,9 @@ def plot(results: dict[str, Runs], summaries: dict[str, dict[str, dict[str, Any]
             curves.set_title(CASES[name].title)
             curves.set_xlabel("seconds of training")
             curves.set_ylabel("eval loss of rank 0")
-            curves.grid(visible=True, axis="y", color=grey, alpha=0.25, linewidth=0.6)
+            add_grid(curves)
             curves.legend(frameon=False)
             bars.set_xlabel("samples a second, all workers")
-        figure.savefig(path, transparent=True, metadata={"Date": None})
 
 
 # -- the command line -----------------------------------------------------------------------------------------------
@@ -305,19 +287,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)} (default: all)")
     parser.add_argument("--only", help="titles of the contestants to run, separated by ';' (default: all)")
     parser.add_argument("--seconds", type=float, default=30.0, help="of training, in every run (default: 30)")
-    parser.add_argument("--seeds", default="0", help="a run of each contestant for each (default: 0)")
-    parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--sample-ms", type=float, default=5.0, help="of played compute a sample (default: 5)")
     parser.add_argument("--batch", type=int, default=8, help="samples of a worker in a step, while all have the same")
     parser.add_argument("--width", type=int, default=32, help="of the model, which has one layer (default: 32)")
     parser.add_argument("--context", type=int, default=32, help="bytes of a sample (default: 32)")
     parser.add_argument("--lr", type=float, default=3e-3, help="of AdamW, for all strategies (default: 0.003)")
-    parser.add_argument("--data", type=Path, help="a text to learn (default: the standard library's source)")
-    parser.add_argument("--under", type=shlex.split, default="", help='put before every run, such as "flock FILE"')
-    parser.add_argument("--runs", type=Path, help="keep each run's measurement in this folder, and take what is there")
-    parser.add_argument("--timeout-s", type=float, default=3600.0, help="for all of them (default: 3600)")
-    parser.add_argument("--output", type=Path, default=PROJECT / "benchmarks" / "results", help="folder for the files")
-    parser.add_argument("--no-save", action="store_true", help="print only: no JSON, no plot")
+    add_training(parser, seeds="0", workers=4)
+    add_saving(parser, files="JSON, no plot")
     options = parser.parse_args(arguments)
     options.cases = options.cases.split(",")
     unknown = sorted(set(options.cases) - set(CASES))
@@ -330,44 +306,32 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.contestants = lambda name: [
         each for each in CASES[name].contestants if not options.only or each.title in options.only
     ]
-    try:
-        options.seeds = [int(seed) for seed in options.seeds.split(",")]
-    except ValueError:
-        parser.error(f"--seeds must be whole numbers, such as 0,1; got {options.seeds!r}.")
     if options.workers < 2:
         parser.error(f"--workers must be 2 or more; got {options.workers}.")
-    if not options.no_save and importlib.util.find_spec("matplotlib") is None:
-        parser.error("the plot needs matplotlib. Install it (pip install matplotlib), or say --no-save.")
+    if lack := why_no_plot(options):
+        parser.error(lack)
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train everything, print the tables, write the JSON and the plot."""
     options = parse(arguments)
-    console = Console()
-    if not console.is_terminal:
-        console.width = LOG_WIDTH
-    started = datetime.now(UTC)
+    reporting = Reporting("stragglers", arguments)
     try:
-        with console.status("training"):
+        with reporting.console.status("training"):
             results = measure(options)
     except RunFailed as error:
-        sys.exit(f"bench_stragglers: {error}")
+        reporting.fail(error)
     summaries = {name: summarize(name, runs, options.seconds) for name, runs in results.items()}
     how = (
         f"{options.workers} workers, {options.seconds:g} s; compute is played: {options.sample_ms:g} ms of sleep a "
         "sample, and a little real work beside it"
     )
     for name, summary in summaries.items():
-        console.print(table_of(name, summary, caption=f"{how}."))
+        reporting.console.print(table_of(name, summary, caption=f"{how}."))
     if options.no_save:
         return
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / f"{started:%Y-%m-%d-%H%M}-stragglers.json"
-    report = {
-        "date": started.isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "benchmarks/bench_stragglers.py", *(arguments or sys.argv[1:])]),
-        "machine": describe_machine(),
+    found = {
         "how": how,
         "seconds": options.seconds,
         "summary": summaries,
@@ -376,9 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for name, runs in results.items()
         },
     }
-    path.write_text(json.dumps(report, indent=1) + "\n")
-    plot(results, summaries, path.with_suffix(".svg"))
-    console.print(f"Written to {path} and {path.with_suffix('.svg').name}")
+    reporting.write(options.output, found, plot=lambda path: plot(results, summaries, path))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import gradsync
+from benchmarks.sizes import show_size
 from benchmarks.step_worker import order_of_round
 from gradsync.comm.c10d import C10d
 from gradsync.comm.shm import Shm
@@ -121,18 +122,6 @@ VARIANTS: dict[str, Variant] = {
     "bucket": Variant(title="gradsync bucket", prepare=_bucket, ours=True),
     "tensor": Variant(title="gradsync tensor", prepare=_tensor, ours=True),
 }
-
-
-def show_size(num_bytes: int) -> str:
-    """Write a size as people do.
-
-    >>> show_size(4096), show_size(100 * 2**20), show_size(1500)
-    ('4 KB', '100 MB', '1500 B')
-    """
-    for unit, worth in (("GB", 2**30), ("MB", 2**20), ("KB", 2**10)):
-        if num_bytes % worth == 0:
-            return f"{num_bytes // worth} {unit}"
-    return f"{num_bytes} B"
 
 
 # -- are the results right? -----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import gradsync
-from benchmarks.step_worker import order_of_round
+from benchmarks.step_worker import order_of_round, step_of
 from gradsync.profiling import set_recording
 
 WIDTH, LAYERS, VOCABULARY, BATCH, TOKENS = 256, 4, 2048, 2, 64
@@ -70,15 +70,8 @@ def make_step(comm: gradsync.Communicator, *, recorded: bool, folder: Path | Non
     model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), blocks, nn.Linear(WIDTH, VOCABULARY))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     gradsync.synchronize(model, optimizer, comm=comm)
-    tokens = torch.randint(VOCABULARY, (BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(1 + comm.rank))
-
-    def step() -> None:
-        optimizer.zero_grad()
-        logits = model(tokens[:, :-1])
-        nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-        optimizer.step()
-
-    return step
+    data = torch.Generator().manual_seed(1 + comm.rank)
+    return step_of(model, optimizer, torch.randint(VOCABULARY, (BATCH, TOKENS + 1), generator=data))
 
 
 def overhead(options: argparse.Namespace) -> None:

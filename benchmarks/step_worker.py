@@ -153,7 +153,11 @@ def make_step(variant: Variant, comm: gradsync.Communicator, *, seed: int) -> Ca
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     module = variant.attach(model, optimizer, comm)
     data = torch.Generator().manual_seed(seed + 1 + comm.rank)
-    tokens = torch.randint(VOCABULARY, (BATCH, TOKENS + 1), generator=data)
+    return step_of(module, optimizer, torch.randint(VOCABULARY, (BATCH, TOKENS + 1), generator=data))
+
+
+def step_of(module: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> Callable[[], None]:
+    """One whole training step: each token of a row is to tell the next."""
 
     def step() -> None:
         optimizer.zero_grad()

@@ -19,9 +19,12 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 ANSWER_S = 30.0
@@ -29,6 +32,17 @@ ANSWER_S = 30.0
 
 def find_chromium() -> str | None:
     return next((path for name in NAMES if (path := shutil.which(name)) is not None), None)
+
+
+@contextlib.contextmanager
+def browser_or_skip() -> Iterator[Browser]:
+    """A browser, for a fixture; without Chromium its tests are skipped, and fail where CI=true."""
+    if find_chromium() is None:
+        if os.environ.get("CI") == "true":
+            pytest.fail("Chromium is not installed: apt-get install chromium")
+        pytest.skip("Chromium is not installed")
+    with Browser() as browser:
+        yield browser
 
 
 class Browser:

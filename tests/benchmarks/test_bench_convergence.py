@@ -9,7 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.bench_convergence import curves, main, parse, summarize
+from benchmarks import bench_convergence
+from benchmarks.bench_convergence import curves, main, summarize
 
 SPECS = ["allreduce", "allreduce(codec=int8)"]
 SMALL = "--batch 4 --layers 1 --width 64 --heads 2 --context 16"
@@ -74,22 +75,41 @@ def test_curves_are_means_at_each_evaluation() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--specs", "allreduce; allreduce(codec=int9)"], "int9"),
-        (["--specs", "allreduce; allreduce"], "--specs must differ"),
-        (["--workers", "1"], "--workers must be 2 or more"),
-        (["--steps", "0"], "--steps must be 1 or more"),
-        (["--seeds", "0,x"], "--seeds must be whole numbers"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(
-    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        parse(arguments)
-    assert expected in capsys.readouterr().err
+def test_a_call_that_is_stopped_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[tuple[str, int]] = []
+
+    def train(text: str, seed: int, options: Any) -> dict[str, Any]:
+        if len(trained) == 3:
+            raise KeyboardInterrupt
+        trained.append((text, seed))
+        return _log(1.0 + seed, steps=options.steps)
+
+    def call(*more: str) -> list[tuple[str, int]]:
+        trained.clear()
+        main([*asked, *more])
+        return trained
+
+    monkeypatch.setattr(bench_convergence, "train", train)
+    data = tmp_path / "text"
+    data.write_text("one")
+    asked = ["--specs", "; ".join(SPECS), "--seeds", "0,1", "--steps", "4", "--data", str(data), "--no-save"]
+    asked += ["--runs", str(tmp_path / "runs")]
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    assert call() == [(SPECS[1], 1)], "the three that were finished are kept"
+    assert call() == []
+    assert call("--seeds", "0") == []
+    for other in (["--steps", "8"], ["--workers", "3"], ["--model", "--width 64"], ["--eval-every", "2"]):
+        assert call(*other, "--seeds", "0") == [(text, 0) for text in SPECS], "they were kept under other settings"
+    assert call("--seeds", "0") == [(text, 0) for text in SPECS], "the last settings' runs took their place"
+    data.write_text("two")
+    assert call("--seeds", "0") == [(text, 0) for text in SPECS], "it is another text by the same name"
+
+
+def test_a_file_that_is_no_kept_run_is_told(tmp_path: Path) -> None:
+    (tmp_path / "allreduce 0.json").write_text('{"run"')
+    with pytest.raises(SystemExit, match=r"allreduce 0\.json holds no run that was kept: .* Take it away\."):
+        main(["--specs", "allreduce", "--seeds", "0", "--runs", str(tmp_path), "--no-save"])
 
 
 def test_a_run_that_fails_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -102,6 +102,8 @@ def test_a_table_a_json_and_a_plot(
     main([*asked, "--only", TITLES[0], "--no-save"])
     main(asked)
     assert trained == TITLES, "what an earlier call has kept is not run again"
+    main([*asked, "--workers", "3", "--no-save"])
+    assert trained == 2 * TITLES, "it was kept under other settings"
     shown = capsys.readouterr().out
     for expected in (*TITLES, "2.00", "3.00", "≥ 2.2", "met", "5 ms of sleep"):
         assert expected in shown
@@ -110,18 +112,3 @@ def test_a_table_a_json_and_a_plot(
     assert report["summary"]["permanent"]["asynchronous"]["ratio"] == 3.0
     texts = {element.text for element in ElementTree.parse(written.with_suffix(".svg")).iter() if element.text}
     assert {*TITLES, "seconds of training", "samples a second, all workers"} <= texts
-
-
-@pytest.mark.parametrize(
-    ("asked", "complaint"),
-    [
-        (["--cases", "sometimes"], "--cases must be of permanent, random; got 'sometimes'"),
-        (["--only", "nobody"], "got 'nobody'"),
-        (["--seeds", "one"], "--seeds must be whole numbers"),
-        (["--workers", "1"], "--workers must be 2 or more"),
-    ],
-)
-def test_a_wrong_command_line_is_refused(asked: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(asked)
-    assert complaint in capsys.readouterr().err

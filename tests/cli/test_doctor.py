@@ -15,12 +15,6 @@ from gradsync.doctor import Links, Machine
 from tests.ranks import run_processes
 
 
-@pytest.fixture(autouse=True)
-def outside_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "PMI_RANK"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def doctor(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["doctor", *arguments], prog_name="gradsync")
 
@@ -87,7 +81,7 @@ def test_workers_are_not_started_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_starts_workers_as_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """What reaches the launcher; that it launches is its own tests' affair."""
     told: list[list[str]] = []
-    monkeypatch.setattr("gradsync.cli.doctor.run.main", lambda arguments, **_: told.append(arguments) or 0)
+    monkeypatch.setattr("gradsync.cli.own_workers.run.main", lambda arguments, **_: told.append(arguments) or 0)
     assert doctor("-n", "2", "--nnodes", "2", "--node-rank", "1", "--master-addr", "h", "--json").exit_code == 0
     assert told[0][:5] == ["--nnodes=2", "--node-rank=1", "--master-addr=h", "-n", "2"]
     assert told[0][5:8] == ["-m", "gradsync.cli.main", "doctor"]

@@ -18,9 +18,8 @@ QUICK = ("--max-bytes", "16K", "--rounds", "1")
 
 
 @pytest.fixture(autouse=True)
-def outside_of_a_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "PMI_RANK", "GRADSYNC_COLLECTIVES"):
-        monkeypatch.delenv(name, raising=False)
+def a_user_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("GRADSYNC_COLLECTIVES", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
 
 

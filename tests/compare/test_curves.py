@@ -119,32 +119,70 @@ def test_a_run_without_steps_is_no_curve(tmp_path: Path, present: list[int]) -> 
         load_curve(tmp_path)
 
 
+def curve_of(losses: list[float | None], *, pace: float = 1.0, sent: float = 1.0) -> Curve:
+    steps = range(1, len(losses) + 1)
+    return Curve(tuple(steps), tuple(pace * at for at in steps), tuple(sent * at for at in steps), tuple(losses))
+
+
 def test_runs_are_compared_at_the_loss_that_all_have_reached() -> None:
-    fast = Curve((1, 2, 3), (0.1, 0.2, 0.3), (5.0, 10.0, 15.0), (3.0, 2.0, 1.5))
-    slow = Curve((1, 2, 3), (1.0, 2.0, 3.0), (1.0, 2.0, 3.0), (3.0, 2.5, 2.0))
+    fast = curve_of([5.0, 4.0, 3.0, 2.0, 1.5], pace=0.1, sent=5.0)
+    slow = curve_of([5.0, 4.5, 4.0, 3.0, 2.0])
     target = common_loss([fast, slow])
-    assert target == 2.0
+    assert target == 3.0, "as low or lower at two of the last three steps"
     rows = [summarize("slow", slow, target=target), summarize("fast", fast, target=target)]
-    assert [row.seconds_to_loss for row in rows] == [3.0, 0.2]
-    assert [row.bytes_to_loss for row in rows] == [3.0, 10.0]
-    assert headline([row.as_dict() for row in rows], target) == "To a loss of 2, fast is 15.00 times as fast as slow."
-    silent = Curve((1, 2), (1.0, 2.0), (1.0, 2.0), (None, None))
+    assert [row.seconds_to_loss for row in rows] == pytest.approx([4.0, 0.3])
+    assert [row.bytes_to_loss for row in rows] == [4.0, 15.0]
+    assert headline([row.as_dict() for row in rows], target) == "To a loss of 3, fast is 13.33 times as fast as slow."
+    silent = curve_of([None, None])
     assert common_loss([fast, silent]) is None
     assert summarize("silent", silent, target=None).final_loss is None
 
 
+@pytest.mark.parametrize("lucky", [5, 40, 99])
+def test_a_lucky_batch_does_not_count_as_having_reached_a_loss(lucky: int) -> None:
+    falling: list[float | None] = [10.0 - 0.05 * step for step in range(100)]
+    plain, noisy = curve_of(falling), curve_of([*falling[:lucky], -1000.0, *falling[lucky + 1 :]])
+    assert min(loss for loss in noisy.smoothed() if loss is not None) < -100
+    assert noisy.lowest_reached() == pytest.approx(plain.lowest_reached(), abs=0.3)
+    at, without = noisy.first_at(7.0), plain.first_at(7.0)
+    assert at is not None
+    assert without is not None
+    assert abs(at - without) <= 5, "as far as one batch moves the average"
+
+
+def test_a_loss_is_reached_where_it_is_held() -> None:
+    dips = curve_of([9.0, 5.0, 9.0, 9.0, 5.0, 9.0, 5.0, 5.0, 9.0])
+    assert dips.first_at(5.0) == 4, "from there on two of three steps are as low"
+    assert dips.first_at(4.0) is None
+    assert dips.lowest_reached() == 5.0
+    assert curve_of([None, 9.0, None, 5.0, 5.0]).first_at(5.0) == 3, "steps without a loss are passed over"
+    assert curve_of([2.0]).first_at(2.0) == 0
+
+
+def test_a_run_that_diverges_has_reached_what_it_had_before() -> None:
+    diverged = curve_of([4.0, 3.0, 2.0, *[float("nan")] * 5])
+    assert diverged.lowest_reached() == 3.0
+    assert diverged.first_at(3.0) == 1
+    assert common_loss([diverged, curve_of([4.0, 3.5, 1.0, 1.0, 1.0])]) == 3.0
+    assert common_loss([curve_of([float("nan")] * 4)]) is None
+
+
 def test_the_page_holds_the_curves_and_asks_nobody(tmp_path: Path) -> None:
-    curve = Curve(tuple(range(1, 2001)), *[tuple(float(at) for at in range(2000))] * 3)
+    times = tuple(float(at) for at in range(2000))
+    curve = Curve(tuple(range(1, 2001)), times, times, (*times[:-1], float("nan")))
     rows = [summarize("a</script>", curve, target=None), Summary(strategy="b", failure="ValueError: no\nmore")]
     curves = {"a</script>": {**vars(curve), "smoothed": curve.smoothed()}}
     page = render({"title": "<train>", "target_loss": None, "runs": [row.as_dict() for row in rows], "curves": curves})
     assert "{{" not in page
     assert "&lt;train&gt;" in page
     assert "failed: ValueError: no<" in page
-    data = json.loads(page.split('type="application/json">')[1].split("</script>")[0])
+    embedded = page.split('type="application/json">')[1].split("</script>")[0]
+    assert "NaN" not in embedded, "a browser reads none"
+    data = json.loads(embedded)
     shown = data["curves"]["a</script>"]
     assert len(shown["steps"]) <= 601
     assert shown["steps"][-1] == 2000
+    assert shown["loss"][-1] is None
     for asks in (" src=", "@import", "url(", "fetch(", "XMLHttpRequest"):
         assert asks not in page
 

@@ -5,7 +5,6 @@ Skipped where there is no Chromium; where CI=true that is a failure.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 from gradsync.compare import Curve, Summary, summarize
 from gradsync.compare.page import render
 from gradsync.compare.summary import common_loss
-from tests.browser import Browser, find_chromium
+from tests.browser import Browser, browser_or_skip
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +39,7 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    if find_chromium() is None:
-        if os.environ.get("CI") == "true":
-            pytest.fail("Chromium is not installed: apt-get install chromium")
-        pytest.skip("Chromium is not installed")
-    with Browser() as browser:
+    with browser_or_skip() as browser:
         yield browser
 
 
@@ -52,7 +47,7 @@ def test_it_draws_every_run_and_its_buttons_work(page_file: Path, browser: Brows
     page = browser.open(page_file)
     count = "document.querySelectorAll('polyline.curve').length"
     assert page.value("document.querySelector('.headline').textContent") == (
-        "To a loss of 2.025, allreduce(codec=int8) is 2.00 times as fast as allreduce."
+        "To a loss of 2.125, allreduce(codec=int8) is 2.00 times as fast as allreduce."
     )
     assert page.value("document.querySelectorAll('tbody tr').length") == 3
     assert page.value(count) == 2

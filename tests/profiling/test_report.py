@@ -6,7 +6,6 @@ Skipped where there is no Chromium; where CI=true that is a failure.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 
 from gradsync.profiling import load
 from gradsync.profiling.report import write_report
-from tests.browser import Browser, Page, find_chromium
+from tests.browser import Browser, Page, browser_or_skip
 from tests.profiling.notes import write_run
 
 ROW = {"sync_s": 0.05, "note": "measured: no difference", "bytes_per_step": 3e6}
@@ -44,11 +43,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    if find_chromium() is None:
-        if os.environ.get("CI") == "true":
-            pytest.fail("Chromium is not installed: apt-get install chromium")
-        pytest.skip("Chromium is not installed")
-    with Browser() as browser:
+    with browser_or_skip() as browser:
         yield browser
 
 

@@ -136,7 +136,7 @@ def _gradients(
     compute: Compute, choice: Choice, meaning: Meaning, network: Network, costs: Costs, world_size: int
 ) -> tuple[Timeline, float]:
     measurement = compute.measurement
-    plan = _shadow_plan(measurement.gradients, _bucket_bytes(choice, meaning), measurement.first_bucket_bytes)
+    plan = _plan_of(measurement, meaning, choice.bucket_bytes)
     works, sent, stages = _bucket_works(plan, meaning, network, costs, world_size)
     bucket_of = {name: at for at, names in enumerate(plan.layout) for name in names}
     missing = [len(names) for names in plan.layout]
@@ -160,13 +160,15 @@ def _gradients(
     return simulate(program, network), sent
 
 
-def _bucket_bytes(choice: Choice, meaning: Meaning) -> int:
-    return choice.bucket_bytes or meaning.make_reducer().bucket_bytes
+def _plan_of(measurement: Measurement, meaning: Meaning, bucket_bytes: int | None) -> BucketPlan:
+    """The buckets that the engine would make; of the reducer's own size unless said."""
+    cap_bytes = bucket_bytes or meaning.make_reducer().bucket_bytes
+    return _shadow_plan(measurement.gradients, cap_bytes, measurement.first_bucket_bytes)
 
 
 @functools.lru_cache(maxsize=32)
 def _shadow_plan(gradients: tuple[Gradient, ...], cap_bytes: int, first_bytes: int) -> BucketPlan:
-    """The buckets that the engine would make, of tensors without memory."""
+    """The same buckets each time they are asked for, of tensors without memory."""
     params = [(g.name, Parameter(torch.empty(g.shape, dtype=g.torch_dtype, device="meta"))) for g in gradients]
     return BucketPlan(plan_buckets(params, cap_bytes=cap_bytes, first_cap_bytes=first_bytes), [], dict(params), _META)
 
@@ -235,7 +237,7 @@ def _periodic(
 ) -> tuple[Timeline, float]:
     """Every ``every`` steps the model goes round, at once between two steps, or by fragments while training goes on."""
     measurement = compute.measurement
-    plan = _shadow_plan(measurement.gradients, _bucket_bytes(choice, meaning), measurement.first_bucket_bytes)
+    plan = _plan_of(measurement, meaning, choice.bucket_bytes)
     works, sent, stages = _bucket_works(plan, meaning, network, costs, world_size)
     timeline = _alone(compute, meaning, costs)
     alone_s = timeline.step_s
@@ -257,9 +259,7 @@ def _exchanged(
 ) -> tuple[Timeline, float]:
     """``times`` the model over the wire after each step, and nothing beside it."""
     measurement = compute.measurement
-    plan = _shadow_plan(
-        measurement.gradients, _bucket_bytes(Choice("allreduce"), meaning), measurement.first_bucket_bytes
-    )
+    plan = _plan_of(measurement, meaning, None)
     _, whole, _ = _bucket_works(plan, meaning, network, costs, 2)
     sent = times * whole * ((world_size - 1) / world_size if times == 2 else 1.0)
     cost = costs.of(meaning.strategy, world_size=2)

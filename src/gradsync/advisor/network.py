@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from gradsync.comm.base import Communicator, Work
+from gradsync.comm.fastest import hosts_of
 from gradsync.comm.hosts import ranks_by_host
-from gradsync.comm.objects import all_gather_object, broadcast_object
-from gradsync.comm.segment import host_identity
+from gradsync.comm.objects import broadcast_object
 
 BITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 GOODPUT = 0.952  # of a link's rate: the rest are headers. As iperf3 measured it.
@@ -225,7 +225,7 @@ def _two_far_ranks(comm: Communicator) -> list[int]:
 
 
 def _ranks_of_hosts(comm: Communicator) -> list[list[int]]:
-    return ranks_by_host([str(host) for host in all_gather_object(comm, host_identity())])
+    return ranks_by_host(hosts_of(comm))
 
 
 def _stream_s(

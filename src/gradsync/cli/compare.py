@@ -15,8 +15,10 @@ from rich.table import Table
 
 from gradsync import spec
 from gradsync.advisor.network import rate_of
+from gradsync.cli.options import file_option
+from gradsync.cli.terminal import make_console
 from gradsync.compare import Curve, Limits, Plan, RunFailed, Summary, run_one, summarize
-from gradsync.compare.page import render
+from gradsync.compare.page import REACHED, render
 from gradsync.compare.summary import common_loss
 from gradsync.lab import Lab, LabError, why_unavailable
 
@@ -84,13 +86,7 @@ class CompareCommand(click.Command):
 @click.option(
     "--link", metavar="RATE", callback=_read_link, help="Each worker on a host of a lab, on links of this rate."
 )
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=Path("compare.html"),
-    show_default=True,
-    help="The report; the figures go beside it, as .json.",
-)
+@file_option("--output", default="compare.html", help="The report; the figures go beside it, as .json.")
 @click.option("--timeout-s", type=click.FloatRange(min=1), default=3600.0, show_default=True, help="For each run.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as with python -m.")
 @click.argument("script")
@@ -136,9 +132,7 @@ def compare(
         else Summary(strategy=text, failure=failures[text])
         for text in specs
     ]
-    console = Console()
-    if not console.is_terminal:
-        console.width = LOG_WIDTH
+    console = make_console(log_width=LOG_WIDTH)
     where = f"{workers} workers" + (f" on links of {link}" if link else " on this machine")
     title = f"{' '.join(command)}: {where}"
     console.print(_table(rows, title=title, target=target))
@@ -181,11 +175,12 @@ def _run_all(plan: Plan, specs: Sequence[str]) -> tuple[dict[str, Curve], dict[s
 
 
 def _table(rows: Sequence[Summary], *, title: str, target: float | None) -> Table:
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", caption_justify="left")
     table.add_column("strategy")
     names = ["steps", "step, ms", "sent, MB a step", "loss at the end"]
     if target is not None:
         names += [f"to loss {target:.4g}: s", "MB"]
+        table.caption = REACHED
     for name in names:
         table.add_column(name, justify="right")
     for row in rows:

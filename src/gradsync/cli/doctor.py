@@ -12,15 +12,13 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from gradsync.cli.run import run
-from gradsync.comm import connect
+from gradsync.cli.options import transport_option
+from gradsync.cli.own_workers import join, start_again
+from gradsync.cli.terminal import make_console, show_size
 from gradsync.comm.base import Communicator
-from gradsync.comm.connect import TRANSPORTS
 from gradsync.comm.objects import all_gather_object
 from gradsync.comm.rendezvous import find_place
 from gradsync.doctor import Finding, Links, Machine, clock_offsets, examine, judge, measure_links
-
-LOG_WIDTH = 120  # of output that is no terminal's
 
 
 @click.command()
@@ -29,13 +27,7 @@ LOG_WIDTH = 120  # of output that is no terminal's
 @click.option("--node-rank", type=click.IntRange(min=0), help="Which of them this is, from 0.")
 @click.option("--master-addr", help="The address of machine 0.")
 @click.option("--master-port", type=int, help="A free port there.")
-@click.option(
-    "--transport",
-    type=click.Choice([name for name in TRANSPORTS if name != "solo"]),
-    default="auto",
-    show_default=True,
-    help="What moves the tensors, as in gradsync.connect().",
-)
+@transport_option
 @click.option(
     "--seconds",
     type=click.FloatRange(min=0.2),
@@ -74,16 +66,12 @@ def doctor(
         _show([machine], None, judge([machine]), as_json=as_json)
         return
     again = ["doctor", f"--transport={transport}", f"--seconds={seconds}", *(["--json"] if as_json else [])]
-    launch = [f"--{name}={value}" for name, value in said.items()]
-    ctx.exit(run.main([*launch, "-n", str(workers or 1), "-m", "gradsync.cli.main", *again], standalone_mode=False))
+    start_again(ctx, again, workers=workers or 1, meeting=[f"--{name}={value}" for name, value in said.items()])
 
 
 def _be_worker(transport: str, seconds: float, *, as_json: bool) -> None:
     """Measure with the other workers; rank 0 shows."""
-    try:
-        comm = connect(transport)
-    except ValueError as error:  # a transport that can't be had here
-        raise click.ClickException(str(error)) from error
+    comm = join(transport)
     console = Console(stderr=True, quiet=comm.rank != 0)
     with console.status(f"measuring {comm.world_size} workers, about {seconds + 2:.0f} s"):
         machines, links = examine_all(comm, seconds=seconds)
@@ -116,9 +104,7 @@ def _show(machines: Sequence[Machine], links: Links | None, findings: Sequence[F
         }
         click.echo(json.dumps(found, indent=2))
         return
-    console = Console()
-    if not console.is_terminal:
-        console.width = LOG_WIDTH
+    console = make_console()
     console.print(_machine_table(machines))
     if links is not None:
         console.print(_link_table(links))
@@ -131,7 +117,7 @@ def _machine_table(machines: Sequence[Machine]) -> Table:
     for column in ("rank", "host", "cores", "threads", "GFLOP/s", "copy, GB/s", "interface", "clock, ms"):
         table.add_column(column, justify="left" if column in ("host", "interface") else "right")
     for machine in machines:
-        used = next((link for link in machine.interfaces if link.name == machine.used_interface), None)
+        used = machine.used_link
         rate = f" {used.mbit_per_s} Mbit/s" if used is not None and used.mbit_per_s else ""
         cores = f"{machine.cores}" + (f" of {machine.total_cores}" if machine.cores != machine.total_cores else "")
         table.add_row(
@@ -170,7 +156,7 @@ def _all_reduce_table(links: Links) -> Table:
     for column in ("size", "time, ms", "moves, GB/s"):
         table.add_column(column, justify="right")
     for size, seconds in links.all_reduce:
-        table.add_row(_size(size), f"{seconds * 1e3:.3g}", f"{size / seconds / 1e9:.3g}")
+        table.add_row(show_size(size), f"{seconds * 1e3:.3g}", f"{size / seconds / 1e9:.3g}")
     return table
 
 
@@ -181,7 +167,3 @@ def _show_findings(console: Console, findings: Sequence[Finding]) -> None:
         mark = "[bold red]wrong[/] " if finding.severity == "wrong" else "[yellow]advice[/]"
         console.print(f"{mark} {finding.what}.", highlight=False)
         console.print(f"       {finding.do}", highlight=False)
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes >> 20} MiB" if num_bytes >= 1 << 20 else f"{num_bytes >> 10} KiB"

@@ -21,6 +21,7 @@ from gradsync import spec
 from gradsync.comm.base import DEFAULT_TIMEOUT_S, Solo
 from gradsync.comm.connect import TRANSPORTS
 from gradsync.comm.rendezvous import find_place, interface_address, said_transport
+from gradsync.doctor.machine import link_mbit_per_s
 
 
 @click.command()
@@ -99,7 +100,7 @@ def _interfaces() -> list[dict[str, Any]]:
     for _, name in socket.if_nameindex():
         ipv4 = interface_address(name)
         addresses = ([ipv4] if ipv4 is not None else []) + ipv6.get(name, [])
-        found.append({"name": name, "addresses": addresses, "mbit_per_s": _link_mbit_per_s(name)})
+        found.append({"name": name, "addresses": addresses, "mbit_per_s": link_mbit_per_s(name)})
     return found
 
 
@@ -114,15 +115,6 @@ def _ipv6_addresses() -> dict[str, list[str]]:
         address, *_, name = line.split()
         found.setdefault(name, []).append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address)))
     return found
-
-
-def _link_mbit_per_s(name: str) -> int | None:
-    """What the link says of itself; None where it says nothing (the loopback, most virtual ones)."""
-    try:
-        rate = int(Path(f"/sys/class/net/{name}/speed").read_text())
-    except (OSError, ValueError):
-        return None
-    return rate if rate > 0 else None
 
 
 def _find_place() -> dict[str, Any]:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
+from gradsync.cli.options import file_option
 from gradsync.cli.profile_view import show
 from gradsync.cli.run import RunCommand, run
 from gradsync.cli.surroundings import advice_for, read_surroundings
+from gradsync.cli.terminal import make_console
 from gradsync.profiling.report import write_report
 from gradsync.profiling.run import Run, load
 from gradsync.profiling.summary import summarize, verdict
@@ -36,19 +36,9 @@ from gradsync.profiling.trace import write_trace
     help="End the script after so many steps; more => steadier figures.",
 )
 @click.option("--to-the-end", is_flag=True, help="Let the script run to its own end, however many steps that takes.")
-@click.option(
-    "--report",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=Path("report.html"),
-    show_default=True,
-    help="Where the report goes: one page that needs nothing else.",
-)
-@click.option(
-    "--trace",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=Path("trace.json"),
-    show_default=True,
-    help="Where the trace goes, for https://ui.perfetto.dev or chrome://tracing.",
+@file_option("--report", default="report.html", help="Where the report goes: one page that needs nothing else.")
+@file_option(
+    "--trace", default="trace.json", help="Where the trace goes, for https://ui.perfetto.dev or chrome://tracing."
 )
 @click.option(
     "--record-dir",
@@ -150,7 +140,7 @@ def _tell(folder: Path, report: Path, trace: Path, code: int, *, measured: bool)
     note = "" if code == 0 else f"The run ended with code {code}; this is what there was until then."
     write_report(recorded, report, advice=advice, surroundings=read_surroundings(folder), note=note)
     write_trace(recorded, trace)
-    console = Console(width=None if sys.stdout.isatty() else 100)
+    console = make_console(log_width=100)
     show(console, summary, sentence, advice, note=note)
     console.print(f"[dim]report[/] {report}   [dim]trace[/] {trace}", highlight=False, soft_wrap=True)
 

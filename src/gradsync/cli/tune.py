@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table as Grid
 
-from gradsync.cli.run import run
-from gradsync.comm import connect
+from gradsync.cli.options import transport_option
+from gradsync.cli.own_workers import join, start_again
+from gradsync.cli.terminal import make_console, show_size
 from gradsync.comm.choice import CHOICES, NATIVE, Rule, Table, load_if_there, save_table, table_file, this_machine
 from gradsync.comm.chosen import Chosen
-from gradsync.comm.connect import TRANSPORTS
-from gradsync.comm.objects import all_gather_object, broadcast_object
+from gradsync.comm.fastest import hosts_of
+from gradsync.comm.objects import broadcast_object
 from gradsync.comm.rendezvous import find_place
-from gradsync.comm.segment import host_identity
 from gradsync.comm.timing import SMALLEST_BYTES, measure, rules_from, sizes_up_to, winner
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -38,13 +38,7 @@ def _read_bytes(ctx: click.Context, param: click.Parameter, text: str) -> int:
 
 @click.command("tune-comm")
 @click.option("-n", "--nproc-per-node", "workers", type=int, help="How many workers to start on this machine.")
-@click.option(
-    "--transport",
-    type=click.Choice([name for name in TRANSPORTS if name != "solo"]),
-    default="auto",
-    show_default=True,
-    help="What moves the tensors, as in gradsync.connect().",
-)
+@transport_option
 @click.option(
     "--max-bytes",
     metavar="SIZE",
@@ -79,10 +73,6 @@ def tune(
     `gradsync tune-comm -n 4` measures four workers here. Between machines, start it as the training is started:
     `gradsync run --nnodes 2 ... -n 4 -m gradsync.cli.main tune-comm` or with torchrun or mpirun.
     """
-    if max_bytes < SMALLEST_BYTES:
-        raise click.BadParameter(
-            f"expected at least {SMALLEST_BYTES} bytes; got {max_bytes}.", param_hint="--max-bytes"
-        )
     path = (output or table_file(os.environ).path).absolute()
     os.environ.pop("GRADSYNC_COLLECTIVES", None)  # the file that is to be made need not be there to connect
     if find_place().world_size > 1:
@@ -100,7 +90,7 @@ def tune(
         raise click.ClickException(problem)
     again = ["tune-comm", f"--transport={transport}", f"--max-bytes={max_bytes}", f"--rounds={rounds}"]
     again += [f"--output={path}", *(["--dry-run"] if dry_run else [])]
-    ctx.exit(run.main(["-n", str(workers), "-m", "gradsync.cli.main", *again], standalone_mode=False))
+    start_again(ctx, again, workers=workers)
 
 
 def _problem_with(path: Path, *, dry_run: bool) -> str:
@@ -121,15 +111,12 @@ def _problem_with(path: Path, *, dry_run: bool) -> str:
 
 def _be_worker(transport: str, sizes: list[int], rounds: int, path: Path, *, dry_run: bool) -> None:
     """Measure with the other workers; rank 0 shows and saves."""
-    try:
-        comm = connect(transport)
-    except ValueError as error:  # a transport that can't be had here
-        raise click.ClickException(str(error)) from error
+    comm = join(transport)
     plain = comm.inner if isinstance(comm, Chosen) else comm
     problem = broadcast_object(plain, _problem_with(path, dry_run=dry_run) if plain.rank == 0 else None, src=0)
     if problem:
         raise click.ClickException(problem)
-    hosts = [str(host) for host in all_gather_object(plain, host_identity())]
+    hosts = hosts_of(plain)
     candidate = Chosen(plain, [], hosts)
     console = Console(stderr=True, quiet=plain.rank != 0)
     columns = TextColumn("measuring {task.description}"), BarColumn(), MofNCompleteColumn()
@@ -137,7 +124,7 @@ def _be_worker(transport: str, sizes: list[int], rounds: int, path: Path, *, dry
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=len(sizes) * (rounds + 1))
         for size in sizes:
-            progress.update(task, description=_size(size))
+            progress.update(task, description=show_size(size))
             measured[size] = measure(candidate, size, rounds=rounds, on_round=lambda: progress.advance(task))
     if plain.rank == 0:
         table = Table(
@@ -169,8 +156,8 @@ def _show(table: Table, measured: dict[int, dict[str, float]]) -> None:
         ]
         rate = f"{size / seconds[taken] / 1e9:.3f}"
         slower = "" if taken == NATIVE else f"{seconds[NATIVE] / seconds[taken]:.1f}x slower"
-        grid.add_row(_size(size), *marked, taken, rate, slower)
-    Console(width=None if Console().is_terminal else 120).print(grid)
+        grid.add_row(show_size(size), *marked, taken, rate, slower)
+    make_console().print(grid)
 
 
 def _save(table: Table, path: Path, *, dry_run: bool) -> None:
@@ -197,12 +184,5 @@ def _describe(rules: tuple[Rule, ...]) -> str:
     """Rules to read: "tree up to 2 MiB, native above"."""
     if len(rules) == 1:
         return f"{rules[0][1]} everywhere"
-    steps = [f"{name} up to {_size(up_to)}" for up_to, name in rules if up_to is not None]
+    steps = [f"{name} up to {show_size(up_to)}" for up_to, name in rules if up_to is not None]
     return ", ".join([*steps, f"{rules[-1][1]} above"])
-
-
-def _size(num_bytes: int) -> str:
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.4g} {name}"
-    return f"{num_bytes} B"

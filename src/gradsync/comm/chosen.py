@@ -23,8 +23,8 @@ from gradsync.comm.choice import (
     parse_tables,
     this_machine,
 )
+from gradsync.comm.forwarding import Forwarding
 from gradsync.comm.lane import DrivenLane, Lane, Letters, PolledLane
-from gradsync.comm.lifeline import Lifeline
 from gradsync.comm.objects import all_gather_object, broadcast_object
 from gradsync.comm.segment import host_identity
 from gradsync.comm.steps import Port
@@ -78,7 +78,7 @@ def _read(file: TableFile, transport: str) -> dict[str, Any]:
     return {"format": FORMAT, "tables": holding}
 
 
-class Chosen(Communicator):
+class Chosen(Forwarding):
     """Wraps any communicator, and takes its all-reduce or one of ours, by size. Made by :func:`choose`.
 
     Tensors on a GPU, and buckets that the transport has placed in memory of its own, are always the transport's.
@@ -90,14 +90,11 @@ class Chosen(Communicator):
     """
 
     def __init__(self, comm: Communicator, tables: Sequence[Table], hosts: Sequence[object]) -> None:
-        super().__init__(comm.rank, comm.world_size, timeout_s=comm.timeout_s, feed=comm.feed)
-        self.inner = comm
-        self.transport = comm.transport
+        super().__init__(comm)
         self._tables = list(tables)
         self._hosts = list(hosts)
         group = (comm.transport, comm.world_size, len({str(host) for host in hosts}))
         self.table = next((table for table in tables if table.group == group), None)
-        self.why = comm.why
         if self.table is not None:
             self.why += "; all-reduce algorithms as measured"
         self._lane: Lane = DrivenLane() if isinstance(comm, SendsLetters) else PolledLane()
@@ -146,39 +143,11 @@ class Chosen(Communicator):
         assert self._mail is not None, "open_mail() comes first"
         return self._mail
 
-    # -- the transport's own affair -------------------------------------------------------------------------------
-
-    def all_gather(self, tensor: Tensor, *, out: Tensor) -> Work:
-        return self.inner.all_gather(tensor, out=out)
-
-    def reduce_scatter(self, tensor: Tensor, *, out: Tensor, op: ReduceOp = "sum") -> Work:
-        return self.inner.reduce_scatter(tensor, out=out, op=op)
-
-    def all_to_all(self, tensor: Tensor, *, out: Tensor) -> Work:
-        return self.inner.all_to_all(tensor, out=out)
-
-    def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
-        return self.inner.broadcast(tensor, src)
-
-    def send(self, tensor: Tensor, dst: int) -> Work:
-        return self.inner.send(tensor, dst)
-
-    def recv(self, tensor: Tensor, src: int) -> Work:
-        return self.inner.recv(tensor, src)
-
-    def barrier(self) -> None:
-        self.inner.barrier()
+    # -- groups and memory ----------------------------------------------------------------------------------------
 
     def split(self, ranks: Sequence[int]) -> Communicator | None:
         group = self.inner.split(ranks)
         return None if group is None else Chosen(group, self._tables, [self._hosts[rank] for rank in ranks])
-
-    @property
-    def lifeline(self) -> Lifeline | None:
-        return self.inner.lifeline
-
-    def note(self, place: str, *, step: int | None = None) -> None:
-        self.inner.note(place, step=step)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         buffer = self.inner.allocate(numel, dtype, device)

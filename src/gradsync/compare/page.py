@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import html
-import json
+import math
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
+from gradsync.profiling.report import inside_script
+
+REACHED = (  # see [Note: reached] in summary.py
+    "A loss counts as reached in the first tenth of a run's length in which the averaged loss is as low at more than "
+    "half of the steps, at the first of these: one lucky batch does not decide it."
+)
 MOST_POINTS = 600  # of a curve that are drawn: more than there are pixels for
 
 
@@ -21,15 +27,14 @@ def render(figures: Mapping[str, Any]) -> str:
     """
     template = resources.files("gradsync.compare").joinpath("page.html").read_text()
     data = {text: _thinned(curve) for text, curve in figures["curves"].items()}
-    # "</" would end the script element that the data stands in.
-    embedded = json.dumps({"curves": data, "target": figures["target_loss"]}).replace("</", "<\\/")
     parts = {
         "{{style}}": _style(),
         "{{title}}": html.escape(str(figures["title"])),
         "{{headline}}": html.escape(headline(figures["runs"], figures["target_loss"])),
         "{{rows}}": "\n".join(_row(run, figures["runs"]) for run in figures["runs"]),
         "{{target}}": "" if figures["target_loss"] is None else f"{figures['target_loss']:.4g}",
-        "{{data}}": embedded,
+        "{{reached}}": REACHED,
+        "{{data}}": inside_script({"curves": data, "target": figures["target_loss"]}),
     }
     for place, text in parts.items():
         template = template.replace(place, text)
@@ -85,7 +90,10 @@ def _figure(value: float | None, unit: float, digits: int = 3) -> str:
 
 
 def _thinned(curve: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """As many points as can be seen, the last one always."""
+    """As many points as can be seen, the last one always; a loss that is no number is none: JSON has no NaN."""
     steps = max(1, -(-len(curve["steps"]) // MOST_POINTS))
-    names = ("steps", "seconds", "bytes", "loss", "smoothed")
-    return {name: [*curve[name][:-1:steps], *curve[name][-1:]] for name in names}
+    thin = {name: [*curve[name][:-1:steps], *curve[name][-1:]] for name in ("steps", "seconds", "bytes")}
+    for name in ("loss", "smoothed"):
+        chosen = [*curve[name][:-1:steps], *curve[name][-1:]]
+        thin[name] = [loss if loss is not None and math.isfinite(loss) else None for loss in chosen]
+    return thin

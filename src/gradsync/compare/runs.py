@@ -58,10 +58,8 @@ def run_one(
     ``on_progress`` is told now and then how many steps rank 0 has done. Raises :class:`RunFailed`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    commands, logs = (
-        plan.commands(strategy),
-        [folder / f"log-{host}.txt" for host in range(len(plan.commands(strategy)))],
-    )
+    commands = plan.commands(strategy)
+    logs = [folder / f"log-{host}.txt" for host in range(len(commands))]
     env = {FOLDER: str(folder), **plan.limits.as_environment()}
     before = lab.bytes_sent(0) if lab is not None else 0
     failure: list[BaseException] = []
@@ -85,7 +83,7 @@ def run_one(
     if failure:
         if not isinstance(failure[0], LabError):
             raise failure[0]
-        raise RunFailed(_why(failure[0], logs))
+        raise RunFailed(_tail(logs) or str(failure[0]))
     try:
         curve = load_curve(folder)
     except ValueError as error:
@@ -97,11 +95,6 @@ def _steps_of(path: Path) -> int:
     with contextlib.suppress(OSError), path.open("rb") as file:
         return max(0, sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 16), b"")) - 1)
     return 0
-
-
-def _why(error: BaseException, logs: Sequence[Path]) -> str:
-    tail = _tail(logs)
-    return f"{tail}" if tail else str(error)
 
 
 def _tail(logs: Sequence[Path]) -> str:

@@ -1,9 +1,17 @@
-"""Curves of runs, and what they come to: how fast, how many bytes, and how soon at the same loss."""
+"""Curves of runs, and what they come to: how fast, how many bytes, and how soon at the same loss.
+
+[Note: reached] Batches differ, so a loss goes up and down, and even its average dips with one lucky batch. So a loss
+counts as reached in the first stretch of a tenth of the run in which the smoothed loss is as low at more than half of
+the steps: at the first of these. One batch takes part in the averages of fewer than half of the steps of a stretch:
+none decides it alone, however low its loss.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,18 +34,45 @@ class Curve:
     def has_loss(self) -> bool:
         return any(loss is not None for loss in self.loss)
 
+    @property
+    def _width(self) -> int:
+        """How many steps are averaged."""
+        return max(1, round(SMOOTHED * len(self.steps)))
+
     def smoothed(self) -> tuple[float | None, ...]:
         """The loss at each step, averaged over it and those before it: what a noisy curve shows."""
-        width = max(1, round(SMOOTHED * len(self.steps)))
         smooth = []
         for at in range(len(self.loss)):
-            near = [loss for loss in self.loss[max(0, at + 1 - width) : at + 1] if loss is not None]
+            near = [loss for loss in self.loss[max(0, at + 1 - self._width) : at + 1] if loss is not None]
             smooth.append(sum(near) / len(near) if near else None)
         return tuple(smooth)
 
+    def lowest_reached(self) -> float | None:
+        """The lowest loss that was reached; None if none was, or it was no number. See [Note: reached]."""
+        low = min(self._medians(), default=math.inf)
+        return None if math.isinf(low) else low
+
     def first_at(self, target: float) -> int | None:
-        """Where in the curve the smoothed loss is first as low as this."""
-        return next((at for at, loss in enumerate(self.smoothed()) if loss is not None and loss <= target), None)
+        """Where in the curve a loss as low as this was first reached. See [Note: reached]."""
+        stretch = next((at for at, median in enumerate(self._medians()) if median <= target), None)
+        return None if stretch is None else next(at for at, loss in self._known()[stretch:] if loss <= target)
+
+    def _known(self) -> list[tuple[int, float]]:
+        """Places in the curve and the smoothed loss there, where there is one; one that is no number is the worst."""
+        losses = [(at, loss) for at, loss in enumerate(self.smoothed()) if loss is not None]
+        return [(at, loss if math.isfinite(loss) else math.inf) for at, loss in losses]
+
+    def _medians(self) -> list[float]:
+        """The median of each stretch of the known smoothed losses."""
+        losses = [loss for _, loss in self._known()]
+        length = min(2 * self._width + 1, len(losses))
+        stretch = sorted(losses[:length])
+        medians = stretch[length // 2 : length // 2 + 1]  # none of none
+        for leaves, enters in zip(losses, losses[length:], strict=False):
+            del stretch[bisect_left(stretch, leaves)]
+            insort(stretch, enters)
+            medians.append(stretch[length // 2])
+        return medians
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +87,7 @@ class Summary:
     bytes_per_step: float | None = None
     wire_bytes_per_step: float | None = None  # counted at the link, where there was one
     final_loss: float | None = None
-    seconds_to_loss: float | None = None  # until the loss that all runs have reached
+    seconds_to_loss: float | None = None  # until the loss that all runs have reached: see [Note: reached]
     bytes_to_loss: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -90,8 +125,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def common_loss(curves: Sequence[Curve]) -> float | None:
-    """The lowest loss that all runs have reached."""
-    lows = [min((loss for loss in curve.smoothed() if loss is not None), default=None) for curve in curves]
+    """The lowest loss that all runs have reached. See [Note: reached]."""
+    lows = [curve.lowest_reached() for curve in curves]
     known = [low for low in lows if low is not None]
     return max(known) if known and len(known) == len(lows) else None
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from gradsync.doctor.links import Links
-from gradsync.doctor.machine import Interface, Machine
+from gradsync.doctor.machine import Machine
 
 Severity = Literal["wrong", "advice"]
 
@@ -129,7 +129,7 @@ def _interfaces(machines: Sequence[Machine], links: Links) -> list[Finding]:
         return []
     found = []
     for machine in _first_of_hosts(machines):
-        used = next((link for link in machine.interfaces if link.name == machine.used_interface), None)
+        used = machine.used_link
         if used is not None and used.address.startswith("127."):
             what = f"{machine.host} talks to other hosts through {used.name}, which leads nowhere"
             found.append(Finding("wrong", what, f"Set GLOO_SOCKET_IFNAME to one of {_names(machine)}."))
@@ -151,7 +151,7 @@ def _rate(machines: Sequence[Machine], links: Links) -> list[Finding]:
     if links.num_hosts == 1:
         return []
     found, gbit = [], links.network.gbit_per_s
-    used = [link.mbit_per_s for m in _first_of_hosts(machines) if (link := _used(m)) is not None and link.mbit_per_s]
+    used = [link.mbit_per_s for m in _first_of_hosts(machines) if (link := m.used_link) is not None and link.mbit_per_s]
     if used and gbit * 1e3 < LEAST_OF_RATE * min(used):
         what = f"all-reduces move {gbit:.2g} Gbit/s, and the link says {min(used) / 1e3:.3g}"
         do = "See whether others use it, or one core is too slow for its packets: more ranks a host, or jumbo frames."
@@ -196,10 +196,6 @@ def _transport(links: Links) -> list[Finding]:
 
 def _first_of_hosts(machines: Sequence[Machine]) -> list[Machine]:
     return [ranks[0] for ranks in _by_host(machines).values()]
-
-
-def _used(machine: Machine) -> Interface | None:
-    return next((link for link in machine.interfaces if link.name == machine.used_interface), None)
 
 
 def _names(machine: Machine) -> str:

@@ -12,9 +12,9 @@ import torch
 
 from gradsync.advisor.network import Network, measure_network
 from gradsync.comm.base import Communicator
+from gradsync.comm.fastest import hosts_of
 from gradsync.comm.hosts import ranks_by_host
-from gradsync.comm.objects import all_gather_object, broadcast_object
-from gradsync.comm.segment import host_identity
+from gradsync.comm.objects import broadcast_object
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 PINGS = 8
@@ -55,7 +55,7 @@ class Links:
 def measure_links(comm: Communicator, *, seconds: float = 3.0, sizes: Sequence[int] = SIZES) -> Links:
     """Measure what there is between the ranks, for about ``seconds``. Sizes that would take too long are left out."""
     network = measure_network(comm, seconds=seconds / 2)
-    hosts = ranks_by_host([str(host) for host in all_gather_object(comm, host_identity())])
+    hosts = ranks_by_host(hosts_of(comm))
     return Links(
         transport=comm.transport,
         why=comm.why,

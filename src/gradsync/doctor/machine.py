@@ -51,6 +51,11 @@ class Machine:
     versions: Mapping[str, str] = field(default_factory=dict)
     clock_offset_s: float = 0.0  # this machine's wall clock less rank 0's
 
+    @property
+    def used_link(self) -> Interface | None:
+        """What is known of ``used_interface``."""
+        return next((link for link in self.interfaces if link.name == self.used_interface), None)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         return asdict(self)
@@ -132,13 +137,14 @@ def _interfaces() -> tuple[Interface, ...]:
     for _, name in socket.if_nameindex():
         address = interface_address(name)
         if address is not None:
-            found.append(Interface(name, address, _link_rate(Path("/sys/class/net") / name)))
+            found.append(Interface(name, address, link_mbit_per_s(name)))
     return tuple(found)
 
 
-def _link_rate(folder: Path) -> int | None:
+def link_mbit_per_s(name: str) -> int | None:
+    """What an interface's link says of itself; None where it says nothing (the loopback, most virtual ones)."""
     try:
-        rate = int((folder / "speed").read_text())
+        rate = int(Path(f"/sys/class/net/{name}/speed").read_text())
     except (OSError, ValueError):
         return None
     return rate if rate > 0 else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib.resources
 import json
 from datetime import UTC, datetime
@@ -40,7 +41,7 @@ def write_report(
     data = report_data(run, summary, advice=advice, surroundings=surroundings, note=note)
     page = importlib.resources.files("gradsync.profiling").joinpath("report.html").read_text()
     shown = title or f"{summary.strategy}, {summary.world_size} worker{'s' if summary.world_size != 1 else ''}"
-    page = page.replace("{{title}}", _escaped(shown)).replace("{{data}}", _inside_script(data))
+    page = page.replace("{{title}}", html.escape(shown)).replace("{{data}}", inside_script(data))
     Path(path).write_text(page)
 
 
@@ -140,10 +141,6 @@ def _ms(seconds: float) -> float:
     return round(seconds * 1e3, 4)
 
 
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-
-
-def _inside_script(data: dict[str, Any]) -> str:
+def inside_script(data: dict[str, Any]) -> str:
     """JSON that can't end the script element that holds it."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c").replace("\u2028", "\\u2028")

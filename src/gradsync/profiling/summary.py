@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -100,7 +101,7 @@ def summarize(run: Run) -> Summary:
         transport=run.meta.transport,
         num_steps=run.num_steps,
         num_typical=min(len(found) for found in steps.values()),
-        num_parameters=sum(_product(shape) for shape, _ in shapes),
+        num_parameters=sum(math.prod(shape) for shape, _ in shapes),
         gradient_bytes=sum(bucket.num_bytes for bucket in every[-1].buckets),
         step_s=mean.step_s,
         parts=mean,
@@ -200,10 +201,3 @@ def moving_rate(step: StepRecord) -> float | None:
 def _rate(steps: Sequence[StepRecord]) -> float | None:
     rates = sorted(rate for step in steps if (rate := moving_rate(step)) is not None)
     return rates[len(rates) // 2] if rates else None
-
-
-def _product(shape: Sequence[int]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product

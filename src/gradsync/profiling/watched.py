@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from gradsync.comm.base import Communicator, Finished, ReduceOp, Work
-from gradsync.comm.lifeline import Lifeline
+from gradsync.comm.forwarding import Forwarding
 from gradsync.profiling.raw import Op
 
 if TYPE_CHECKING:
     from gradsync.profiling.recorder import Recorder
 
 
-class Watched(Communicator):
-    """Wraps a communicator for a strategy: everything is done by ``inner``."""
+class Watched(Forwarding):
+    """Wraps a communicator for a strategy: everything is done by ``inner``. Collectives are noted, nothing else is."""
 
     def __init__(self, inner: Communicator, recorder: Recorder) -> None:
-        super().__init__(inner.rank, inner.world_size, timeout_s=inner.timeout_s, feed=inner.feed)
-        self.inner = inner
-        self.transport = inner.transport
-        self.why = inner.why
+        super().__init__(inner)
         self._recorder = recorder
         self._may_ask = inner.transport == "c10d"  # elsewhere to ask is to move on, and takes its time
         others, ranks = inner.world_size - 1, inner.world_size
@@ -62,33 +57,6 @@ class Watched(Communicator):
     def _started(self, op: Op, work: Work) -> Work:
         self._recorder.begun(op, work, finished=isinstance(work, Finished), may_ask=self._may_ask)
         return WatchedWork(work, op, self._recorder)
-
-    # -- what is not noted ----------------------------------------------------------------------------------------
-
-    def send(self, tensor: Tensor, dst: int) -> Work:
-        return self.inner.send(tensor, dst)
-
-    def recv(self, tensor: Tensor, src: int) -> Work:
-        return self.inner.recv(tensor, src)
-
-    def barrier(self) -> None:
-        self.inner.barrier()
-
-    def split(self, ranks: Sequence[int]) -> Communicator | None:
-        return self.inner.split(ranks)
-
-    @property
-    def lifeline(self) -> Lifeline | None:
-        return self.inner.lifeline
-
-    def note(self, place: str, *, step: int | None = None) -> None:
-        self.inner.note(place, step=step)
-
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self.inner.allocate(numel, dtype, device)
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 class WatchedWork(Work):

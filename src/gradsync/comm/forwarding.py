@@ -1,0 +1,62 @@
+"""A communicator that has another one do everything: what a wrapper that changes some of the calls begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradsync.comm.base import Communicator, ReduceOp, Work
+from gradsync.comm.lifeline import Lifeline
+
+
+class Forwarding(Communicator):
+    """Hands every call to ``inner``, which it does not own but for ``close()``."""
+
+    def __init__(self, inner: Communicator) -> None:
+        super().__init__(inner.rank, inner.world_size, timeout_s=inner.timeout_s, feed=inner.feed)
+        self.inner = inner
+        self.transport = inner.transport
+        self.why = inner.why
+
+    def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
+        return self.inner.all_reduce(tensor, op=op)
+
+    def all_gather(self, tensor: Tensor, *, out: Tensor) -> Work:
+        return self.inner.all_gather(tensor, out=out)
+
+    def reduce_scatter(self, tensor: Tensor, *, out: Tensor, op: ReduceOp = "sum") -> Work:
+        return self.inner.reduce_scatter(tensor, out=out, op=op)
+
+    def all_to_all(self, tensor: Tensor, *, out: Tensor) -> Work:
+        return self.inner.all_to_all(tensor, out=out)
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
+        return self.inner.broadcast(tensor, src)
+
+    def send(self, tensor: Tensor, dst: int) -> Work:
+        return self.inner.send(tensor, dst)
+
+    def recv(self, tensor: Tensor, src: int) -> Work:
+        return self.inner.recv(tensor, src)
+
+    def barrier(self) -> None:
+        self.inner.barrier()
+
+    def split(self, ranks: Sequence[int]) -> Communicator | None:
+        """The group as ``inner`` makes it: a wrapper that is to be around it too says so itself."""
+        return self.inner.split(ranks)
+
+    @property
+    def lifeline(self) -> Lifeline | None:
+        return self.inner.lifeline
+
+    def note(self, place: str, *, step: int | None = None) -> None:
+        self.inner.note(place, step=step)
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.inner.allocate(numel, dtype, device)
+
+    def close(self) -> None:
+        self.inner.close()

@@ -1,0 +1,45 @@
+"""The benchmarks' command lines: what makes no sense is refused before anything runs, and says what would."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+
+from benchmarks import bench_codecs, bench_collectives, bench_convergence, bench_step, bench_stragglers
+
+
+@pytest.mark.parametrize(
+    ("bench", "arguments", "complaint"),
+    [
+        (bench_codecs, ["--rounds", "2"], "--rounds must be 3 or more"),
+        (bench_codecs, ["--size", "1000"], "--size must be a multiple of 4KB"),
+        (bench_codecs, ["--codecs", "int9"], "int9"),
+        (bench_codecs, ["--modes", "ours,fast"], "--modes must be of"),
+        (bench_collectives, ["--ranks", "2,1"], "2 or more; got '1'"),
+        (bench_collectives, ["--sizes", "4KB,many"], "got 'many'"),
+        (bench_collectives, ["--sizes", "6"], "whole 4-byte values"),
+        (bench_collectives, ["--rounds", "2"], "3 or more"),
+        (bench_collectives, ["--variants", "gloo,carrier_pigeon"], "got gloo, carrier_pigeon"),
+        (bench_collectives, ["--variants", "nccl", "--ranks", "4096"], "a GPU for each of 4096 ranks"),
+        (bench_collectives, ["--sizes", "1000000GB"], "Ask less"),
+        (bench_convergence, ["--specs", "allreduce; allreduce(codec=int9)"], "int9"),
+        (bench_convergence, ["--specs", "allreduce; allreduce"], "--specs must differ"),
+        (bench_convergence, ["--workers", "1"], "--workers must be 2 or more"),
+        (bench_convergence, ["--steps", "0"], "--steps must be 1 or more"),
+        (bench_convergence, ["--seeds", "0,x"], "--seeds: expected whole numbers, such as 0,1,2; got '0,x'"),
+        (bench_convergence, ["--data", "/no/where"], "--data: expected a file to read; there is none at '/no/where'"),
+        (bench_step, ["--rounds", "2"], "--rounds must be 3 or more"),
+        (bench_step, ["--variants", "ddp,pigeon"], "--variants must be of"),
+        (bench_stragglers, ["--cases", "sometimes"], "--cases must be of permanent, random; got 'sometimes'"),
+        (bench_stragglers, ["--only", "nobody"], "got 'nobody'"),
+        (bench_stragglers, ["--seeds", "one"], "--seeds: expected whole numbers, such as 0,1,2; got 'one'"),
+        (bench_stragglers, ["--workers", "1"], "--workers must be 2 or more"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    bench: ModuleType, arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        bench.parse(arguments)
+    assert complaint in capsys.readouterr().err
