@@ -39,19 +39,34 @@ def test_plain_leaves_all_as_it_is() -> None:
     assert not make("").needs_backup
 
 
-def test_compensate_is_the_formula_over_several_pushes() -> None:
+@pytest.mark.parametrize("bounded", [False, True])
+def test_compensate_is_the_formula_over_several_pushes(bounded: bool) -> None:
     state: dict[str, Tensor] = {}
     mean = 0.0
-    for g, w, bak in [(0.5, 1.0, 0.8), (-0.25, 0.9, 1.1), (2.0, 0.0, 0.3)]:
+    kept = []
+    for g, w, bak in [(0.5, 1.0, 0.8), (-0.25, 0.9, 1.1), (2.0, 0.0, 0.3), (0.5, 0.9, 1.0)]:
         mean = 0.95 * mean + 0.05 * g * g
-        expected = g + 2.0 / math.sqrt(mean + 1e-7) * g * g * (w - bak)
+        published = g + 2.0 / math.sqrt(mean + 1e-7) * g * g * (w - bak)
+        expected = min(max(published, min(g, 0.0)), max(g, 0.0)) if bounded else published  # within 0 and g
         late = push(grads=of(g), params=of(w), backup=of(bak), state=state)
-        assert Compensate(strength=2.0, memory=0.95).admit(late) == 1.0
+        assert Compensate(strength=2.0, memory=0.95, bounded=bounded).admit(late) == 1.0
         assert late.grads["w"].item() == pytest.approx(expected, rel=1e-12)
         assert late.params["w"].item() == w
         assert late.backup is not None
         assert late.backup["w"].item() == bak
+        kept.append(late.grads["w"].item() / g)
     assert state["MS/w"].item() == pytest.approx(mean, rel=1e-12)  # what the shard must save
+    if bounded:  # as it is, as it is, all taken off, a part taken off
+        assert kept[:3] == [1.0, 1.0, 0.0]
+        assert 0.1 < kept[3] < 0.9
+
+
+def test_compensate_sees_the_two_parts_of_a_complex_weight_apart() -> None:
+    grad, weight = torch.tensor([1 + 1j, 2 - 1j]), torch.tensor([0.5 - 0.01j, 1j])
+    read = torch.tensor([0.5 + 0j, 1j])
+    late = push(grads={"w": grad.clone()}, params={"w": weight}, backup={"w": read})
+    Compensate(strength=1.0, memory=0.0).admit(late)
+    assert late.grads["w"].tolist() == pytest.approx([1 + 0.99j, 2 - 1j], rel=1e-6)
 
 
 def test_compensate_leaves_a_fresh_gradient_and_a_zero_one_as_they_are() -> None:
@@ -91,7 +106,7 @@ def test_at_a_rate_that_late_gradients_make_too_high_the_policies_hold_it(policy
 
 
 @pytest.mark.parametrize(
-    "text", ["scale", "drop", "drop(older_than=4)", "compensate", "compensate(strength=1.0, memory=0.5)"]
+    "text", ["scale", "drop", "drop(older_than=4)", "compensate", "compensate(strength=1.0, memory=0.5, bounded=False)"]
 )
 def test_a_policy_is_read_from_its_text_and_written_back(text: str) -> None:
     policy = resolve_policy(text)

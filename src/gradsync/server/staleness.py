@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradsync import spec
 from gradsync.server.late import Late
@@ -87,18 +88,24 @@ class Drop(Policy):
 @spec.register(KIND, "compensate")
 @dataclass(frozen=True, kw_only=True)
 class Compensate(Policy):
-    """DC-ASGD-a: what the gradient would be at today's weights, to first order, with g² for the Hessian.
+    """DC-ASGD-a, bounded: what the gradient would be at today's weights, to first order, with g² for the Hessian.
 
-    MS ← m·MS + (1-m)·g², then g + λ/√(MS + 1e-7) · g² · (w - w_read). It costs the server a copy of its shard a worker,
-    and one for MS.
+    MS ← m·MS + (1-m)·g², then g · (1 + λ/√(MS + 1e-7) · g · (w - w_read)), which is the published formula. Where rates
+    are high it diverges: the further the weights went, the more it adds. So here what g is multiplied by stays within
+    0 and 1: others' updates can have done a part of what this gradient asks for, or all of it, and that is taken off.
+    A bounded correction may be a strong one: λ is 8, where the paper has 2.
+
+    It costs the server a copy of its shard a worker, and one for MS.
 
     >>> from gradsync.server.staleness import Compensate
-    >>> Compensate(strength=1.0)
-    Compensate(strength=1.0, memory=0.95)
+    >>> Compensate(strength=4.0)
+    Compensate(strength=4.0, memory=0.95, bounded=True)
+    >>> as_published = Compensate(strength=2.0, bounded=False)
     """
 
-    strength: float = 2.0  # λ: higher => old gradients are turned further towards today's
+    strength: float = 8.0  # λ: higher => old gradients are turned further towards today's
     memory: float = 0.95  # m: higher => the scale of g² follows more slowly
+    bounded: bool = True  # False => as published: it may also enlarge a gradient or turn it round
 
     needs_backup = True
 
@@ -106,19 +113,20 @@ class Compensate(Policy):
         if not 0 <= self.memory < 1 or not math.isfinite(self.strength) or self.strength < 0:
             raise ValueError(
                 f"expected strength of 0 or more and memory from 0 to below 1; got strength={self.strength}, "
-                f"memory={self.memory}. Try strength=2, memory=0.95."
+                f"memory={self.memory}. Try strength=8, memory=0.95."
             )
 
     def admit(self, late: Late) -> float | None:
         assert late.backup is not None, "needs_backup says so"
-        for name, grad in late.grads.items():
+        for name, pushed in late.grads.items():
+            grad, now, read = (_parts(tensor) for tensor in (pushed, late.params[name], late.backup[name]))
             key = f"MS/{name}"
             mean = late.state.get(key)
             if mean is None:
                 mean = late.state[key] = torch.zeros_like(grad)
             mean.mul_(self.memory).addcmul_(grad, grad, value=1 - self.memory)
-            turn = (late.params[name] - late.backup[name]).mul_(grad).mul_(grad).div_((mean + FLOOR).sqrt_())
-            grad.add_(turn, alpha=self.strength)
+            kept = (now - read).mul_(grad).div_((mean + FLOOR).sqrt_()).mul_(self.strength).add_(1)
+            grad.mul_(kept.clamp_(0, 1) if self.bounded else kept)
         return 1.0
 
 
@@ -183,3 +191,8 @@ def wire_text(policy: Policy | None) -> str:
 
 def _name_of(function: Callable[..., Any]) -> str:
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__name__)}"
+
+
+def _parts(tensor: Tensor) -> Tensor:
+    """A view of it in which a complex number is two real ones: each is a weight of its own, and can be bounded."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
