@@ -7,11 +7,14 @@ import dataclasses
 import difflib
 import inspect
 import math
+import threading
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 MAX_TEXT_CHARS = 4096  # no honest spec is longer, and Python's parser recurses
+
+_PARSING = threading.Lock()  # Python 3.11 counts the depth of two threads that parse at once as one, and gives up
 
 
 class SpecError(ValueError):
@@ -63,7 +66,7 @@ class Reader:
         if len(self._text) > MAX_TEXT_CHARS:
             raise SpecError(f"{expected}, of at most {MAX_TEXT_CHARS} characters; got {len(self._text)}.")
         try:
-            with warnings.catch_warnings():
+            with _PARSING, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Python has opinions about some literals; ours come below
                 tree = ast.parse(self._text, mode="eval").body
             return self._read_object(tree, kind=kind, hint=kind, inside="")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Literal
-
-import torch
 
 from gradsync import spec
 from gradsync.bucket import Bucket, BucketPlan, SparseSlot
@@ -19,14 +16,13 @@ from gradsync.reducers.rules import CodecRule
 from gradsync.strategies.allreduce import AllReduce
 from gradsync.strategies.attendance import Attendance
 from gradsync.strategies.base import Verdict
+from gradsync.strategies.inner_rate import InnerRate, Rate
 from gradsync.strategies.optimizer_state import average_state, averaged_values
 from gradsync.strategies.periodic import Periodic
 from gradsync.training import Training
 
 SCHEDULES = ("fixed", "quadratic")
 OPTIMIZER_STATES = ("keep", "average")
-RATES = ("same", "sqrt")
-ADAPTIVE = (torch.optim.Adam, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop)
 MOST = 16  # times `every`: how far a schedule may go, unless said
 
 
@@ -47,9 +43,8 @@ class LocalSGD(Periodic):
         codec: what differences are compressed by. What it leaves out stays in the rank's own weights, and is sent
             later.
         reducer: how differences become their mean, for more than a codec: ``powersgd(rank=4)``.
-        rate: "sqrt" multiplies the learning rate by √n while n ranks are apart, for Adam and its like. They divide by
-            the root of the squared gradients, which are larger for a rank's own, smaller batch: where noise rules, by
-            √n. So steps are shorter by that than those of one process on the joined batch; this makes up for it.
+        rate: "sqrt" multiplies the learning rate by √n while n ranks are apart, for Adam and its like, whose steps are
+            shorter for a rank's own, smaller batch than for the joined one. "same" leaves it as it is.
 
     >>> import gradsync, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -68,7 +63,7 @@ class LocalSGD(Periodic):
         optimizer_state: Literal["keep", "average"] = "keep",
         codec: CodecRule | None = None,
         reducer: Reducer | str | None = None,
-        rate: Literal["same", "sqrt"] = "same",
+        rate: Rate = "same",
     ) -> None:
         super().__init__(every=every, codec=codec, reducer=reducer, keeps_unsent=True)
         if exact_steps < 0:
@@ -79,10 +74,7 @@ class LocalSGD(Periodic):
             raise ValueError(f"max_every must be at least every; got {max_every=} {every=}.")
         if optimizer_state not in OPTIMIZER_STATES:
             raise ValueError(f"optimizer_state must be one of {', '.join(OPTIMIZER_STATES)}; got {optimizer_state!r}.")
-        if rate not in RATES:
-            raise ValueError(f"rate must be one of {', '.join(RATES)}; got {rate!r}.")
-        self.rate = rate
-        self._rates_asked: list[Any] = []  # the learning rates as the user's loop has set them, during a step
+        self._inner = InnerRate(rate)
         self.exact_steps = exact_steps
         self.schedule = schedule
         self.max_every = max_every
@@ -101,7 +93,7 @@ class LocalSGD(Periodic):
             "max_every": self.max_every,
             "optimizer_state": self.optimizer_state,
             **self._reducer_arguments(),
-            "rate": self.rate,
+            "rate": self._inner.rate,
         }
 
     def _reducer_arguments(self) -> dict[str, Any]:
@@ -111,11 +103,7 @@ class LocalSGD(Periodic):
 
     def meet(self, training: Training) -> None:
         super().meet(training)
-        if self.rate == "sqrt" and not isinstance(training.optimizer, ADAPTIVE):
-            raise ValueError(
-                f"rate='sqrt' goes with Adam and its like; got {type(training.optimizer).__name__}, whose steps are "
-                "not shorter for a smaller batch. Leave rate out."
-            )
+        self._inner.meet(training.optimizer)
 
     # -- the exact beginning --------------------------------------------------------------------------------------
 
@@ -154,22 +142,12 @@ class LocalSGD(Periodic):
             self._exact.after_backward()
 
     def before_step(self, step: int) -> Verdict:
-        if self.rate == "sqrt" and not self.together:
-            groups = self._training.optimizer.param_groups
-            self._restore_rates()
-            self._rates_asked = [group["lr"] for group in groups]
-            for group in groups:
-                group["lr"] = group["lr"] * math.sqrt(self.comm.world_size)
+        if not self.together:
+            self._inner.raise_for(self.comm.world_size)
         return Verdict.APPLY
 
-    def _restore_rates(self) -> None:
-        """The user's schedule is to find its own rates: nobody else sees those of a step."""
-        for group, asked in zip(self._training.optimizer.param_groups, self._rates_asked, strict=False):
-            group["lr"] = asked
-        self._rates_asked = []
-
     def after_step(self, step: int) -> None:
-        self._restore_rates()
+        self._inner.restore()
         self._note_rates()
         if self.together:
             self._step_exactly(step)
@@ -240,6 +218,6 @@ class LocalSGD(Periodic):
         self._peaks = [float(rate) for rate in state["peaks"]]
 
     def close(self) -> None:
-        self._restore_rates()
+        self._inner.restore()
         self._exact.close()
         super().close()
