@@ -17,7 +17,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -100,12 +100,19 @@ os.register_at_fork(after_in_child=_forget_threads)
 
 
 class Letter(Work):
-    """A send or a receive that Gloo has under way."""
+    """Sends and receives that Gloo has under way, and what is to be done beside them. It is over when all of them are.
 
-    def __init__(self, work: dist.Work, watch: Watch, call: Call) -> None:
-        self._work = work
+    Args:
+        beside: called by the thread that waits for them.
+    """
+
+    def __init__(
+        self, works: Sequence[dist.Work], watch: Watch, call: Call, *, beside: Callable[[], object] | None = None
+    ) -> None:
+        self._works = works
         self._watch = watch
         self._call = call
+        self._beside = beside
         self._error = ""
         self._over = threading.Event()
         in_a_thread(self._block)
@@ -122,7 +129,10 @@ class Letter(Work):
 
     def _block(self) -> None:
         try:
-            _wait_for(self._work)
+            if self._beside is not None:
+                self._beside()
+            for work in self._works:
+                _wait_for(work)
         except RuntimeError as failed:
             self._error = str(failed)
         self._over.set()
