@@ -27,6 +27,7 @@ KINDS = frozenset(
     {"hello", "fill", "push", "pull", "clip", "state?", "load", "stats?", "leave", "aside", "meet", "record"}
 )
 LOOK_S = 0.2  # how often it looks who is still there
+READ_ON = 100  # messages at most, for each worker that is gone, in search of its goodbye
 MIRROR_TIMEOUT_S = 10.0
 CLOSING_S = 10.0
 
@@ -288,18 +289,29 @@ class Server:
             now_s > self._retires_s or not any(k.peers for k in self._keepers.values())
         ):
             self._stop.set()
-        gone: dict[bytes, bool] = {}
+        gone = {peer for peer in self._connected() if self._presence.is_gone(peer)}
+        if gone:
+            self._read_on(len(gone))
         for keeper in list(self._keepers.values()):
             answers: Answers = []
             for worker, peer in list(keeper.peers.items()):
-                if peer not in gone:
-                    gone[peer] = self._presence.is_gone(peer)
-                if gone[peer]:
+                if peer in gone:
                     log.warning("worker %d is gone; shard %d goes on without it", worker, keeper.index)
                     answers += keeper.forget(worker)
             answers += keeper.forget_absent()
             mirror = self._mirrors.get(keeper.index)
             self._send(answers if mirror is None else mirror.hold(answers))
+
+    def _connected(self) -> set[bytes]:
+        return {peer for keeper in self._keepers.values() for peer in keeper.peers.values()}
+
+    def _read_on(self, num_gone: int) -> None:
+        """Somebody's connection is gone: the goodbye that came before it may wait to be read."""
+        for _ in range(READ_ON * num_gone):
+            got = self._listener.receive(0.0)
+            if got is None:
+                return
+            self._handle(*got)
 
     # -- copies ---------------------------------------------------------------------------------------------------
 
