@@ -1,7 +1,7 @@
 """The process that test ranks are forked from, so that only one process has to import torch and gradsync; see ranks.py.
 
 Run as a script it reads jobs from stdin, forks their ranks, and tells on stdout how each of them ended. It has no
-threads, or forking would not be safe; the ranks may start what they like.
+threads, or forking would not be safe; the ranks may start what they like. It starts commands too: see launching.py.
 
 One thing is not as in processes started apart: forks share the seed of str hashes, so sets of names have one order on
 all ranks here. What must not depend on it is tested through the launcher.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -21,13 +22,20 @@ import select
 import signal
 import sys
 import threading
+import time
 import traceback
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from tests.launching import Order
 
 _POLL_S = 0.005
+_LARGE_PAGE = 2 << 20
+_MADV_COLLAPSE = 25
 # What test modules import, and what gradsync imports when it is first used.
 _PRELOADED = ("hypothesis", "numpy", "pytest", "gradsync", "gradsync.comm.hierarchical", "gradsync.comm.shm")
 
@@ -92,10 +100,18 @@ def _serve() -> None:
             importlib.import_module(name)
     importlib.import_module("tests.compiling").compile_once()
     assert torch.get_num_threads() == 1
+    _use_large_pages()
     write_message(tell, "ready")
 
-    for job in _jobs(ask):
-        _prepare(job)
+    from tests.launching import Order
+
+    for asked in _messages(ask):
+        if "command" in asked:
+            _launch(Order(**asked), ask, tell)
+            continue
+        job = Job(**asked)
+        sys.path[:] = job.sys_path
+        _prepare((*job.preload, job.fn[0]))
         pids: list[int] = []
         for rank in range(job.world_size):
             pid = os.fork()
@@ -108,15 +124,60 @@ def _serve() -> None:
         _tell_exits(pids, ask, tell)
 
 
-def _prepare(job: Job) -> None:
+def _launch(order: Order, ask: int, tell: int) -> None:
+    """Fork a process that is nobody's child, for the test run to adopt; tell who it is, and when it can be adopted."""
+    from tests.launching import be_command, open_streams
+
+    _prepare(order.preload)
+    parent = os.fork()
+    if parent == 0:
+        child = -1
+        try:
+            open_streams(order)
+            child = os.fork()
+            while child != 0 and os.getpgid(child) != child:
+                time.sleep(0.001)  # it leads its group before anybody hears of it
+        finally:
+            if child != 0:
+                write_message(tell, child)
+                os._exit(0)
+        os.setsid()
+        os.close(ask)
+        os.close(tell)
+        random.seed()
+        _leave(be_command(order))
+    os.waitpid(parent, 0)
+    write_message(tell, "adopt it")
+
+
+def _prepare(modules: tuple[str, ...]) -> None:
     """Import once for all ranks what each would import. What fails here fails in each of them too, and is told."""
-    sys.path[:] = job.sys_path
-    for name in (*job.preload, job.fn[0]):
+    for name in modules:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
         assert _num_threads() == 1, f"importing {name} has started a thread: forking would not be safe"
+    for last_act in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        last_act.atexit = False  # torch's, which take it apart: half of the time that forking a rank took
     gc.collect()
     gc.freeze()  # a collection in a rank would touch, and so copy, every page it shares with this process
+
+
+def _use_large_pages() -> None:
+    """Let this process's memory be in few large pages: a fork copies the list of them, and its end walks through it.
+
+    That is most of what forking a rank takes. Where the kernel knows no such call it is left as it is.
+    """
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+    for line in maps.read_text().splitlines():
+        span, rights, _, _, inode, *_ = line.split()
+        if rights == "rw-p" and inode == "0":
+            begin, end = (int(address, 16) for address in span.split("-"))
+            for page in range(-(-begin // _LARGE_PAGE) * _LARGE_PAGE, end - _LARGE_PAGE + 1, _LARGE_PAGE):
+                libc.madvise(page, _LARGE_PAGE, _MADV_COLLAPSE)
 
 
 def _num_threads() -> int:
@@ -125,10 +186,10 @@ def _num_threads() -> int:
     return len(list(tasks.iterdir())) if tasks.exists() else threading.active_count()
 
 
-def _jobs(ask: int) -> Iterator[Job]:
+def _messages(ask: int) -> Iterator[dict[str, Any]]:
     while True:
         try:
-            yield Job(**read_message(ask))
+            yield read_message(ask)
         except EOFError:
             return
 
@@ -169,13 +230,20 @@ def _be_rank(job: Job, rank: int) -> NoReturn:
         body = pickle.dumps(told)
     Path(f"{job.folder}/{rank}.tmp").write_bytes(body)
     os.replace(f"{job.folder}/{rank}.tmp", f"{job.folder}/{rank}.pickle")
-    # How a process leaves is part of what is tested, so threads are joined and atexit handlers run. Only the taking
-    # apart of torch's modules is left out: it takes a second.
+    _leave(1 if told["traceback"] else 0)
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process.
+
+    How a process leaves is part of what is tested, so threads are joined and atexit handlers run. Only the taking apart
+    of torch's modules is left out: it takes a second.
+    """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1 if told["traceback"] else 0)
+    os._exit(code)
 
 
 def _picklable(state: dict[str, Any]) -> dict[str, Any]:

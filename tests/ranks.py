@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
 from tests import nursery
+from tests.launching import Order
 from tests.nursery import Job, end_ranks, read_message, write_message
 
 T = TypeVar("T")
@@ -93,7 +94,7 @@ def run_processes(
             env={**_torchrun_env(world_size), **(env or {})},
             preload=preload,
         )
-        exits, late = _nursery().run(job, timeout_s=timeout_s, grace_s=None if expect_failure else grace_s)
+        exits, late = the_nursery().run(job, timeout_s=timeout_s, grace_s=None if expect_failure else grace_s)
         outcomes = [_Outcome.read(Path(folder), rank, exits[rank], rank in late) for rank in range(world_size)]
     if expect_failure:
         return [outcome.as_expected(timeout_s) for outcome in outcomes]
@@ -174,7 +175,7 @@ def _torchrun_env(world_size: int) -> dict[str, str]:
 # -- the test run's side of the nursery -----------------------------------------------------------------------------
 
 
-class _Nursery:
+class Nursery:
     """The process that ranks are forked from, as the test run sees it."""
 
     def __init__(self) -> None:
@@ -221,6 +222,16 @@ class _Nursery:
                 raise
             return exits, late
 
+    def launch(self, order: Order) -> int:
+        """Have a command started; returns its process, which is this process's child if it adopts what is left it."""
+        with self._lock:
+            write_message(self._ask, vars(order))
+            pid: int = self._expect(START_S)
+            self._expect(START_S)
+        if pid == -1:
+            raise RuntimeError(f"{order.streams} can't be opened by another process")
+        return pid
+
     def close(self) -> None:
         """End the nursery, and with it whatever it still has running."""
         self.alive = False
@@ -229,6 +240,14 @@ class _Nursery:
         if self._process.poll() is None:
             self._process.kill()
             self._process.communicate()
+
+    def _expect(self, within_s: float) -> Any:
+        """The nursery's next message, which must come."""
+        message = self._next(time.monotonic() + within_s)
+        if message is None:
+            self.close()
+            raise TimeoutError(f"the process that others are forked from has not answered in {within_s} s")
+        return message
 
     def _next(self, deadline: float) -> Any:
         """The nursery's next message, or None at the deadline."""
@@ -249,12 +268,13 @@ class _Nursery:
         time.sleep(0.3)
 
 
-_current: _Nursery | None = None
+_current: Nursery | None = None
 
 
-def _nursery() -> _Nursery:
+def the_nursery() -> Nursery:
+    """The one of this test run, started by the first that asks for it."""
     global _current
     if _current is None or not _current.alive:
-        _current = _Nursery()
+        _current = Nursery()
         atexit.register(_current.close)
     return _current

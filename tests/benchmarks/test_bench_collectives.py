@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from benchmarks.bench_collectives import summarize
 from benchmarks.collectives_worker import PERIOD, VARIANTS, fill, find_mistake, pattern_of
 from benchmarks.sizes import KB, MB, parse_size
 from benchmarks.yardsticks import YARDSTICKS
+from tests.launching import run_launched
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "bench_collectives.py"
 MEASURED = ("memcpy", "gloo", "mpi", "bucket", "tensor")
@@ -25,7 +25,7 @@ ROUNDS = 3  # the fewest that an interval can be told from
 def test_two_ranks_give_a_table_a_json_and_a_plot(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--ranks", "2", "--sizes", "4KB,1MB", "--rounds", str(ROUNDS)]
     command += ["--variants", ",".join(MEASURED), "--output", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = run_launched(command, timeout_s=100)
     assert done.returncode == 0, done.stdout + done.stderr
     for expected in ("All-reduce, 2 ranks", "4 KB", "1 MB", "95 %", *(yardstick.says for yardstick in YARDSTICKS)):
         assert expected in done.stdout

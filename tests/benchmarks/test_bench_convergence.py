@@ -11,12 +11,28 @@ import pytest
 
 from benchmarks import bench_convergence
 from benchmarks.bench_convergence import curves, main, summarize
+from tests.examples.test_char_lm import run_example
+from tests.launching import launch_instead_of_starting
+from tests.ranks import run_processes
 
 SPECS = ["allreduce", "allreduce(codec=int8)"]
 SMALL = "--batch 4 --layers 1 --width 64 --heads 2 --context 16"
 
 
-def test_a_short_run_gives_a_table_a_json_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_run_gives_a_table_a_json_and_a_plot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch_instead_of_starting(monkeypatch)
+    launch = bench_convergence.launch
+
+    def launch_one(script: list[str], options: Any, *, sync: str) -> None:
+        """The example's own strategy needs no launcher; starting its workers would take most of the time."""
+        if sync == SPECS[0]:
+            run_processes(options.workers, run_example, script[1:], timeout_s=50)
+        else:
+            launch(script, options, sync=sync)
+
+    monkeypatch.setattr(bench_convergence, "launch", launch_one)
     text = tmp_path / "text"
     text.write_bytes(b"one two three " * 2400)
     asked = ["--specs", "; ".join(SPECS), "--steps", "3", "--seeds", "5", "--data", str(text)]

@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from gradsync.cli.main import main
+from tests.launching import launch_instead_of_starting
 
 SCRIPT = """
 import sys, torch, gradsync
@@ -35,7 +36,10 @@ def compare(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["compare", *arguments], prog_name="gradsync")
 
 
-def test_each_runs_as_long_and_one_that_fails_leaves_the_others(script: str, tmp_path: Path) -> None:
+def test_each_runs_as_long_and_one_that_fails_leaves_the_others(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch_instead_of_starting(monkeypatch)
     output = tmp_path / "report.html"
     specs = "allreduce(codec=fp16); onebit_adam"
     result = compare("-n", "2", script, "--sync", specs, "--steps", "6", "--output", str(output), "--", "0.1")

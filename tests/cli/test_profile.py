@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -25,6 +24,7 @@ from gradsync.cli.surroundings import advice_for, measurement_of, read_surroundi
 from gradsync.comm import Communicator, run_ranks
 from gradsync.profiling import load
 from gradsync.profiling.summary import summarize, verdict
+from tests.launching import GRADSYNC, Launched, run_launched
 from tests.profiling.notes import write_run
 
 SCRIPT = """
@@ -52,13 +52,13 @@ SCRIPT = """
 def command(folder: Path, *options: str) -> list[str]:
     (folder / "train.py").write_text(textwrap.dedent(SCRIPT))
     files = ["--report", str(folder / "report.html"), "--trace", str(folder / "trace.json")]
-    return [sys.executable, "-m", "gradsync.cli.main", "profile", *files, *options]
+    return [*GRADSYNC, "profile", *files, *options]
 
 
 def run(folder: Path, *options: str, way: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     whole = [*command(folder, *options), str(folder / "train.py"), way]
-    return subprocess.run(whole, env=env, capture_output=True, text=True, timeout=100, check=False)
+    return run_launched(whole, env=env, timeout_s=100)
 
 
 def recorded(folder: Path) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def test_a_run_that_is_stopped_leaves_a_report_of_what_there_was(tmp_path: Path,
         pytest.skip("a killed run shows the same; with --exhaustive")
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     whole = [*command(tmp_path, "-n", "2", "--to-the-end"), str(tmp_path / "train.py"), "dawdles"]
-    with subprocess.Popen(whole, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with Launched(whole, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         started = time.monotonic()
         while "step 5" not in process.stdout.readline():

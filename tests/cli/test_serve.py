@@ -7,7 +7,6 @@ import os
 import signal
 import stat
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -20,8 +19,8 @@ import gradsync
 from gradsync.cli.main import main
 from gradsync.comm.base import Solo
 from gradsync.server.keyfiles import peer_keys, server_keys, worker_keys
+from tests.launching import GRADSYNC, Launched, run_launched
 
-GRADSYNC = [sys.executable, "-m", "gradsync.cli.main"]
 START_S = 60.0  # importing torch on a busy machine
 
 
@@ -84,7 +83,7 @@ def test_a_server_of_its_own_serves_keeps_strangers_out_and_ends_when_told(tmp_p
     folder = tmp_path / "keys"
     run("keys", str(folder))
     command = [*GRADSYNC, "serve", "--keys", str(folder), "--snapshots", str(tmp_path / "snapshots")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with Launched(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             address = process.stdout.readline().strip()
@@ -141,17 +140,9 @@ def test_under_run_a_killed_worker_is_forgotten_and_a_killed_server_comes_back(t
     script.write_text(textwrap.dedent(SCRIPT))
     command = [*GRADSYNC, "run", "-n", "2", "--servers", "2", str(script)]
     environment = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        out, err = process.communicate(timeout=START_S + 60)
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.communicate()
-    assert [path.name for path in tmp_path.glob("*.done")] == ["0.done"], out + err
+    done = run_launched(command, cwd=tmp_path, env=environment, timeout_s=START_S + 60)
+    assert [path.name for path in tmp_path.glob("*.done")] == ["0.done"], done.stdout + done.stderr
     assert json.loads((tmp_path / "0.done").read_text()) == {"0": 40}
-    assert "rank 1 was killed by SIGKILL" in err
-    assert "shard 0 of the parameter server was killed by SIGKILL; it is started again" in err
-    assert process.returncode == 128 + signal.SIGKILL
+    assert "rank 1 was killed by SIGKILL" in done.stderr
+    assert "shard 0 of the parameter server was killed by SIGKILL; it is started again" in done.stderr
+    assert done.returncode == 128 + signal.SIGKILL

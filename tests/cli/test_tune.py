@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from click.testing import CliRunner, Result
 
 from gradsync.cli.main import main
 from gradsync.comm.choice import CHOICES, load_tables, this_machine
+from tests.launching import GRADSYNC, run_launched
 from tests.ranks import run_processes
 
 QUICK = ("--max-bytes", "16K", "--rounds", "1")
@@ -28,8 +27,8 @@ def gradsync(*arguments: str) -> Result:
 
 
 def test_it_starts_workers_measures_shows_and_saves(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "gradsync.cli.main", "tune-comm", "-n", "2", "--transport", "c10d", *QUICK]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env={**os.environ, "COLUMNS": "120"})
+    command = [*GRADSYNC, "tune-comm", "-n", "2", "--transport", "c10d", *QUICK]
+    done = run_launched(command, timeout_s=100, env={**os.environ, "COLUMNS": "120"})
     assert done.returncode == 0, done.stderr
     path = tmp_path / "gradsync" / "collectives.json"
     (table,) = load_tables(path)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from gradsync.cli import worker
+from tests.launching import run_launched
 
+WORKER = [sys.executable, "-m", "gradsync.cli.worker", "--"]
 BARE = {name: value for name, value in os.environ.items() if not name.startswith(("GRADSYNC_", "TORCHELASTIC_"))}
 
 
@@ -29,13 +30,7 @@ def test_without_a_launcher_the_traceback_is_printed_and_begins_in_the_script(tm
     script = tmp_path / "train.py"
     script.write_text("def deep():\n    1 / 0\n\ndeep()\n")
     errors = tmp_path / "error.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "gradsync.cli.worker", "--", str(script)],
-        capture_output=True,
-        text=True,
-        env=BARE | {"TORCHELASTIC_ERROR_FILE": str(errors)},
-        check=False,
-    )
+    done = run_launched([*WORKER, str(script)], env=BARE | {"TORCHELASTIC_ERROR_FILE": str(errors)}, timeout_s=60)
     assert done.returncode == 1
     assert done.stderr.splitlines()[:2] == [
         "Traceback (most recent call last):",
@@ -48,12 +43,6 @@ def test_without_a_launcher_the_traceback_is_printed_and_begins_in_the_script(tm
 def test_a_spec_that_came_by_the_environment_is_checked(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("print('started')")
-    done = subprocess.run(
-        [sys.executable, "-m", "gradsync.cli.worker", "--", str(script)],
-        capture_output=True,
-        text=True,
-        env=BARE | {"GRADSYNC_SYNC": "allreduce(wrong=1)"},
-        check=False,
-    )
+    done = run_launched([*WORKER, str(script)], env=BARE | {"GRADSYNC_SYNC": "allreduce(wrong=1)"}, timeout_s=60)
     assert (done.returncode, done.stdout) == (1, "")
     assert "allreduce takes (" in done.stderr

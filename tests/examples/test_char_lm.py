@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.launching import GRADSYNC, run_launched
 from tests.ranks import run_processes
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
@@ -43,20 +44,8 @@ def compare(one: Path, other: Path) -> subprocess.CompletedProcess[str]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two workers, six steps without a stop."""
     out = tmp_path_factory.mktemp("whole") / "two.json"
-    command = [
-        sys.executable,
-        "-m",
-        "gradsync.cli.main",
-        "run",
-        "-n",
-        "2",
-        str(EXAMPLE),
-        *SMALL,
-        "6",
-        "--json",
-        str(out),
-    ]
-    done = subprocess.run(command, timeout=100, capture_output=True, text=True)
+    command = [*GRADSYNC, "run", "-n", "2", str(EXAMPLE), *SMALL, "6", "--json", str(out)]
+    done = run_launched(command, timeout_s=100)
     assert done.returncode == 0, done.stderr
     return out
 

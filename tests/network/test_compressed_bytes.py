@@ -1,20 +1,14 @@
-"""What a codec sends, by the wire's own count: as much as ``sync.stats()`` says, and as little as the codec promises.
-
-Run as a script this file is one rank, on a host of its own.
-"""
+"""What a codec sends, by the wire's own count: as much as ``stats()`` says, and as little as the codec promises."""
 
 from __future__ import annotations
-
-import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import gradsync
-from benchmarks.netlab import INTERFACE, Lab
+from benchmarks.netlab import Lab
+from tests.network.on_hosts import bytes_sent, call_on_hosts
 
 STEPS = 3
 LAYERS, WIDTH = 2, 2048  # enough that headers and acknowledgements are little beside it
@@ -32,11 +26,9 @@ PROMISED = {
 }
 
 
-def be_rank() -> None:
-    """Train a few steps with each strategy; print what went out through this host's interface, and what was said."""
-    torch.set_num_threads(1)
+def be_rank() -> dict[str, dict[str, float]]:
+    """Train a few steps with each strategy; returns what went out through this host's interface, and what was said."""
     comm = gradsync.connect("c10d", timeout_s=60)
-    counter = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes")
     data = torch.Generator().manual_seed(comm.rank)
     seen = {}
     for text in PROMISED:
@@ -47,30 +39,24 @@ def be_rank() -> None:
             for step in range(2 + STEPS):
                 if step == 2:  # after the first the buckets are laid out anew
                     comm.barrier()
-                    before = int(counter.read_text())
+                    before = bytes_sent()
                     comm.barrier()
                 optimizer.zero_grad()
                 model(torch.randn(2, WIDTH, generator=data)).square().mean().backward()
             comm.barrier()
-            sent = (int(counter.read_text()) - before) / STEPS
+            sent = (bytes_sent() - before) / STEPS
             seen[text] = {"counted": sent, "said": sync.stats()["bytes_per_step"]}
-    print(json.dumps(seen))
+    return seen
 
 
 @pytest.mark.netns
 @pytest.mark.timeout(200)
 def test_the_wire_carries_what_stats_say_and_codecs_promise() -> None:
-    root = str(Path(__file__).parents[2])
     with Lab(hosts=2) as lab:
-        rank = [sys.executable, __file__]
-        told = lab.run([rank] * 2, env={"PYTHONPATH": root}, timeout_s=150, capture=True)
-    for seen in map(json.loads, told):
+        told = call_on_hosts(lab, be_rank, timeout_s=150)
+    for seen in told:
         for text, row in seen.items():
             # Factors go in many small messages: of each the headers and acknowledgements are 6 %.
             tolerance = 0.08 if "powersgd" in text else 0.05
             assert row["counted"] == pytest.approx(row["said"], rel=tolerance), f"{text}: {row}"
             assert PLAIN_BYTES / row["said"] >= PROMISED[text] * 0.999, f"{text}: {row}"
-
-
-if __name__ == "__main__":
-    be_rank()

@@ -1,26 +1,19 @@
-"""Two ranks on each of two hosts: what crosses the wire is what one rank a host would send, by the wire's own count.
-
-Run as a script this file is one host, or with ``--rank`` one rank of it.
-"""
+"""Two ranks on each of two hosts: what crosses the wire is what one rank a host would send, by the wire's own count."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.netlab import INTERFACE, Lab
+from benchmarks.netlab import Lab
 from gradsync.comm.base import Communicator
 from gradsync.comm.c10d import C10d
 from gradsync.comm.connect import connect
 from gradsync.comm.hierarchical import connect_hierarchical
 from gradsync.comm.hosts import survey_hosts
+from tests.network.on_hosts import bytes_sent, call_on_hosts
 
 PER_HOST = 2
 NUMEL = 4_000_000
@@ -28,19 +21,8 @@ NUM_BYTES = 4 * NUMEL
 CPU = torch.device("cpu")
 
 
-def be_host() -> None:
-    """Start this host's ranks and wait for them."""
-    host, num_hosts = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    ranks = []
-    for local in range(PER_HOST):
-        place = {"RANK": host * PER_HOST + local, "WORLD_SIZE": num_hosts * PER_HOST, "OMP_NUM_THREADS": 1}
-        env = {**os.environ, **{name: str(value) for name, value in place.items()}}
-        ranks.append(subprocess.Popen([sys.executable, __file__, "--rank"], env=env))
-    sys.exit(max(rank.wait(60) for rank in ranks))
-
-
-def be_rank() -> None:
-    """Run each collective once; the first rank of a host tells what went out through its interface meanwhile."""
+def be_rank() -> dict[str, int]:
+    """Run each collective once; returns what went out through this host's interface meanwhile."""
     group = connect("c10d", timeout_s=30)
     assert isinstance(group, C10d)
     hosts, obstacle = survey_hosts(group)
@@ -64,27 +46,23 @@ def be_rank() -> None:
     elsewhere.add_(comm.rank)
     sent["broadcast"] = sent_by(comm, lambda: comm.broadcast(elsewhere, 3).wait())
     assert torch.equal(elsewhere, bucket + 3)
-    if comm.rank % PER_HOST == 0:
-        print(json.dumps(sent))
+    return sent
 
 
 def sent_by(comm: Communicator, collective: Callable[[], None]) -> int:
-    counter = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes")
     comm.barrier()
-    before = int(counter.read_text())
+    before = bytes_sent()
     comm.barrier()
     collective()
     comm.barrier()
-    return int(counter.read_text()) - before
+    return bytes_sent() - before
 
 
 @pytest.mark.netns
 def test_the_wire_carries_what_one_rank_a_host_would_send() -> None:
-    root = Path(__file__).parents[2]
     with Lab(hosts=2) as lab:
-        commands = [[sys.executable, __file__]] * 2
-        told = lab.run(commands, timeout_s=100, env={"PYTHONPATH": str(root)}, capture=True)
-    first, second = (json.loads(text) for text in told)
+        told = call_on_hosts(lab, be_rank, per_host=PER_HOST, timeout_s=100)
+    first, second = told[::PER_HOST]
     # 2 (H - 1) / H of the data for H hosts is all of it for two. Beside it go headers, acknowledgements and barriers.
     for host in (first, second):
         assert NUM_BYTES < host["bucket"] < 1.06 * NUM_BYTES
@@ -92,7 +70,3 @@ def test_the_wire_carries_what_one_rank_a_host_would_send() -> None:
         assert NUM_BYTES / 2 < host["all_gather"] < 1.06 * NUM_BYTES / 2  # two ranks' rows, each a quarter
     assert NUM_BYTES < second["broadcast"] < 1.06 * NUM_BYTES
     assert first["broadcast"] < 0.06 * NUM_BYTES
-
-
-if __name__ == "__main__":
-    be_rank() if "--rank" in sys.argv else be_host()

@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks import netlab
 from benchmarks.netlab import Lab, LabError
+from tests.launching import Launched
 
 NETLAB = Path(netlab.__file__)
 PAYLOAD_BYTES = 4_000_000
@@ -142,7 +143,7 @@ def test_time_running_out_raises_and_ends_children_that_left_the_group(tmp_path:
 def test_a_signal_ends_what_runs_and_leaves_no_namespace(tmp_path: Path, number: signal.Signals, code: int) -> None:
     says_pid = f"echo $$ > {tmp_path}/pid{{rank}}; exec sleep 99"
     command = [sys.executable, str(NETLAB), "run", "--hosts", "3", "--", "sh", "-c", says_pid]
-    process = subprocess.Popen(command, start_new_session=True)
+    process = Launched(command)
     try:
         deadline = time.monotonic() + 30
         files = [tmp_path / f"pid{rank}" for rank in range(3)]
