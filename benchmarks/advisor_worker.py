@@ -30,7 +30,7 @@ from gradsync.advisor.measurement import gradients_of
 from gradsync.lab import INTERFACE
 
 UNLIMITED = "unlimited"
-RECORDED_STEPS = 12  # at least, of which the typical one is made
+RECORDED_STEPS = 6  # at least, before each link in each round, of which the typical one is made
 LEAST_S, MOST_STEPS = 2.5, 6  # for which a choice is timed on a link in a round, with at most so many steps
 LIMIT = ("burst", "256kb", "latency", "100ms")  # as the lab's own links
 
@@ -183,20 +183,29 @@ def measure(choices: Sequence[Choice], comm: gradsync.Communicator, options: arg
 
 
 def measure_round(runs: dict[str, Run], found: Found, comm: gradsync.Communicator, options: argparse.Namespace) -> None:
-    """Each link in turn: what it is, and what every choice takes on it; unlimited, only the first, and step by step."""
+    """Each link in turn: what it is, and what every choice takes on it.
+
+    Before each of them some steps of the first choice are recorded on the unlimited link: a machine that is slow for
+    half a minute should be so for both.
+    """
     first = next(iter(runs.values()))
-    for link, networks in found.networks.items():
-        comm.barrier()
-        if options.links:
-            limit(link)
-        comm.barrier()
-        networks.append(measure_network(comm, seconds=options.network_s, name=link).as_dict())
-        if link == UNLIMITED:
-            found.unlimited_step_s += time_block(first, comm, steps=max(RECORDED_STEPS, options.steps))
-            found.recorded += first.recorded[:]
-            continue
-        for name in order_of_round(list(runs), found.rounds):
-            found.step_s[link][name].append(time_block(runs[name], comm, steps=options.steps))
+    for link in list(found.step_s) or [None]:
+        meet(UNLIMITED, found, comm, options)
+        found.unlimited_step_s += time_block(first, comm, steps=max(RECORDED_STEPS, options.steps))
+        found.recorded += first.recorded[:]
+        if link is not None:
+            meet(link, found, comm, options)
+            for name in order_of_round(list(runs), found.rounds):
+                found.step_s[link][name].append(time_block(runs[name], comm, steps=options.steps))
+
+
+def meet(link: str, found: Found, comm: gradsync.Communicator, options: argparse.Namespace) -> None:
+    """Have all ranks on a link, and measure it."""
+    comm.barrier()
+    if options.links:
+        limit(link)
+    comm.barrier()
+    found.networks[link].append(measure_network(comm, seconds=options.network_s, name=link).as_dict())
 
 
 def main() -> None:
