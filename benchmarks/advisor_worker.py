@@ -189,11 +189,11 @@ def measure_round(runs: dict[str, Run], found: Found, comm: gradsync.Communicato
     half a minute should be so for both.
     """
     first = next(iter(runs.values()))
-    for link in list(found.step_s) or [None]:
+    for link in [*found.step_s] or [UNLIMITED]:
         meet(UNLIMITED, found, comm, options)
         found.unlimited_step_s += time_block(first, comm, steps=max(RECORDED_STEPS, options.steps))
         found.recorded += first.recorded[:]
-        if link is not None:
+        if link != UNLIMITED:
             meet(link, found, comm, options)
             for name in order_of_round(list(runs), found.rounds):
                 found.step_s[link][name].append(time_block(runs[name], comm, steps=options.steps))
