@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from gradsync.comm import patience
+from gradsync.comm import spinning
 from gradsync.comm.c10d import C10d
 from gradsync.comm.connect import connect
 from gradsync.comm.hierarchical import MAX_LANES, Hierarchical
@@ -24,4 +24,4 @@ def share_cores(num_hosts: int) -> None:
 
     Else two ranks on each of two hosts would each keep a core of two, and keep the others from it.
     """
-    patience._num_cores = lambda: len(os.sched_getaffinity(0)) // num_hosts
+    spinning._num_cores = lambda: len(os.sched_getaffinity(0)) // num_hosts

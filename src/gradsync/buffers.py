@@ -22,7 +22,7 @@ class BufferSync:
     """
 
     def __init__(self, model: nn.Module, mode: BufferMode, comm: Communicator) -> None:
-        self.model = model
+        self._model = model
         self.mode = mode
         self._comm = comm
         self._seen: list[tuple[Tensor, int]] = []
@@ -32,7 +32,7 @@ class BufferSync:
         """Whether a buffer of this rank was written since the last ``synchronize``."""
         if self.mode == "none":
             return False
-        buffers = list(self.model.buffers())
+        buffers = list(self._model.buffers())
         return len(buffers) != len(self._seen) or any(
             buffer is not before or _version(buffer) != version
             for buffer, (before, version) in zip(buffers, self._seen, strict=True)
@@ -40,7 +40,7 @@ class BufferSync:
 
     def synchronize(self, share: float, src: int) -> None:
         """Overwrite the buffers with those of rank ``src``, or with the mean; ``share`` is this rank's part. Blocks."""
-        buffers = list(self.model.buffers())
+        buffers = list(self._model.buffers())
         if self.mode == "mean":
             self._average([buffer for buffer in buffers if buffer.is_floating_point()], share)
             buffers = [buffer for buffer in buffers if not buffer.is_floating_point()]  # a count has no mean
@@ -58,7 +58,7 @@ class BufferSync:
                     buffer.data.copy_(part.view(buffer.shape))
 
     def _remember(self) -> None:
-        self._seen = [(buffer, _version(buffer)) for buffer in self.model.buffers()]
+        self._seen = [(buffer, _version(buffer)) for buffer in self._model.buffers()]
 
 
 def _version(buffer: Tensor) -> int:

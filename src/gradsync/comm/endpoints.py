@@ -45,9 +45,7 @@ PING = "ping"  # of every line: read by nobody, it only shows whether there is a
 _REFUSALS = {
     int(zmq.Event.HANDSHAKE_FAILED_AUTH): "it does not know this key",
     int(zmq.Event.HANDSHAKE_FAILED_PROTOCOL): "one end has keys and the other has none, or it speaks something else",
-    int(
-        zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
-    ): "it has not the key that it is expected to have, refuses this one, or died meanwhile",
+    int(zmq.Event.HANDSHAKE_FAILED_NO_DETAIL): "it has not the expected key, refuses this one, or died meanwhile",
 }
 
 

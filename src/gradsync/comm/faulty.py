@@ -9,10 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from gradsync.comm.base import Communicator, ReduceOp, Work
+from gradsync.comm.forwarding import Forwarding
 from gradsync.errors import PeerLost
 
 
@@ -91,7 +91,7 @@ class _NeverAnswered(Work):
         )
 
 
-class Faulty(Communicator):
+class Faulty(Forwarding):
     """Wraps any communicator, and delays, drops or kills on a seed. For tests, and to try out a recovery.
 
     What happens depends only on ``seed``, the rank and how many collectives (of all its groups together) the rank has
@@ -156,10 +156,8 @@ class Faulty(Communicator):
         self._wrap(comm, fate)
 
     def _wrap(self, comm: Communicator, fate: _Fate) -> None:
-        super().__init__(comm.rank, comm.world_size, timeout_s=comm.timeout_s, feed=comm.feed)
-        self.transport = comm.transport
+        super().__init__(comm)
         self.why = f"{comm.why}, with faults"
-        self.inner = comm
         self._fate = fate
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
@@ -197,15 +195,10 @@ class Faulty(Communicator):
         wrapped._wrap(group, self._fate)
         return wrapped
 
-    def note(self, place: str, *, step: int | None = None) -> None:
-        self.inner.note(place, step=step)
-
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self.inner.allocate(numel, dtype, device)
-
-    def close(self) -> None:
-        """Close what is wrapped."""
-        self.inner.close()
+    @property
+    def lifeline(self) -> None:
+        """None: what a rank is said to have lost here, only this wrapper knows."""
+        return None
 
     def _unless_silent(self, what: str, start: Callable[[], Work]) -> Work:
         return start() if self._takes_part() else _NeverAnswered(self, what)

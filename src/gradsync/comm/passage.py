@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from gradsync.comm.base import Finished, Work
-from gradsync.comm.patience import patience_of
 from gradsync.comm.shm import NAP_S, Shm
+from gradsync.comm.spinning import ALONE
 from gradsync.comm.watch import Call, Watch
 from gradsync.errors import PeerLost
 
@@ -136,7 +136,7 @@ class Roads:
         self.broken: BaseException | None = None
         self._watch = watch
         self._up, self._down = up, down
-        self._patience = patience_of(1 if up is None else up.world_size)
+        self._spinning = ALONE if up is None else up.spinning
         self._lock = threading.RLock()
         self._queue: deque[Passage] = deque()
 
@@ -203,8 +203,8 @@ class Roads:
                     other.move_if_free()
                 tries += 1
                 if (shm := self._where_the_oldest_is()) is not None:
-                    shm.progress(spins=self._patience.spins)
-                if tries < self._patience.yields:
+                    shm.progress(spins=self._spinning.spins)
+                if tries < self._spinning.yields:
                     os.sched_yield()
                 else:
                     self._nap(work, time.monotonic() - began_s)

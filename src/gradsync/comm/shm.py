@@ -24,7 +24,6 @@ from torch import Tensor
 from gradsync.comm.base import Communicator, Finished, ReduceOp, Work, check_contiguous, check_op, check_rows
 from gradsync.comm.c10d import C10d
 from gradsync.comm.lifeline import Lifeline
-from gradsync.comm.patience import patience_of
 from gradsync.comm.segment import Segment, share
 from gradsync.comm.shm_floor import Floor
 from gradsync.comm.shm_kernels import (
@@ -58,6 +57,7 @@ from gradsync.comm.shm_kernels import (
 )
 from gradsync.comm.shm_sums import sum_address
 from gradsync.comm.shm_work import InPlace, Mail, ShmWork, Staged
+from gradsync.comm.spinning import spinning_of
 from gradsync.comm.watch import Watch
 
 NAP_S = 0.05  # how long a rank sleeps before it looks whether a peer is lost
@@ -101,7 +101,7 @@ class Shm(Communicator):
         self._allocated: dict[int, tuple[Segment, int]] = {} if beside is None else beside._allocated  # and its bytes
         self._sums: dict[tuple[torch.dtype, str], tuple[int, int]] = {}
         self._small: _Small | None = None
-        self.patience = patience_of(base.world_size)
+        self.spinning = spinning_of(base.world_size)
         self._lost = base.lifeline.lost  # fills when a peer is given up, or this rank is by the others
         base.lifeline.before_leaving.append(weakref.WeakMethod(self._give_up))
 
@@ -121,7 +121,7 @@ class Shm(Communicator):
             number = floor.turns + 1
             floor.turns += turns
             taken = _reduce_eagerly(
-                floor.address, small.sum_rows, address, num_bytes, small.item, number, self.patience.small_spins
+                floor.address, small.sum_rows, address, num_bytes, small.item, number, self.spinning.small_spins
             )
             if taken == turns:
                 place = self._watch.place
@@ -307,7 +307,7 @@ class Shm(Communicator):
             return self._begin(Staged(self, floor, call, (tensor, out), sum_rows, words))
 
     def _begin(self, work: ShmWork) -> Work:
-        if not self._queue and work.advance(self.patience.eager_spins):
+        if not self._queue and work.advance(self.spinning.eager_spins):
             return work
         self._queue.append(work)
         _BUSY.add(self)
@@ -332,20 +332,20 @@ class Shm(Communicator):
 
     def finish(self, work: ShmWork) -> None:
         """Block until a work is over: spin, then offer the core to others, then sleep until a peer rings."""
-        tries, patience = 0, self.patience
+        tries, spinning = 0, self.spinning
         work.call.started_s = time.monotonic()
-        self.progress(spins=patience.spins)
+        self.progress(spins=spinning.spins)
         while not work.over:
             if self._floor is None:
                 raise ValueError(f"this communicator was closed with {work.call.what} under way.")
             self._help_others()
             tries += 1
-            if tries < patience.yields:
+            if tries < spinning.yields:
                 os.sched_yield()
             else:
                 self.nap(NAP_S, work.done)
                 self._watch.check(work.call)
-            self.progress(spins=patience.spins)
+            self.progress(spins=spinning.spins)
 
     def _help_others(self) -> None:
         """Move on the other groups too: a peer may wait for this rank's part there before it comes here."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Patience:
+class Spinning:
     """How long a rank looks at a counter, again and again, before it does something else."""
 
     spins: int  # looks before the core is offered to somebody else
@@ -18,16 +18,16 @@ class Patience:
 
 # Every rank has a core. With little data they look for longer than the long way round takes: else one rank that goes
 # it would make the others late for the next, and they it, for ever.
-ALONE = Patience(spins=2000, eager_spins=500, small_spins=4000, yields=50)
+ALONE = Spinning(spins=2000, eager_spins=500, small_spins=4000, yields=50)
 # Ranks share cores: who looks for long keeps the core from the one that it waits for.
-CROWDED = Patience(spins=20, eager_spins=20, small_spins=20, yields=5)
+CROWDED = Spinning(spins=20, eager_spins=20, small_spins=20, yields=5)
 
 
-def patience_of(num_ranks: int) -> Patience:
+def spinning_of(num_ranks: int) -> Spinning:
     """That of one of so many ranks on this host.
 
-    >>> from gradsync.comm.patience import patience_of
-    >>> patience_of(1).spins > patience_of(100_000).spins
+    >>> from gradsync.comm.spinning import spinning_of
+    >>> spinning_of(1).spins > spinning_of(100_000).spins
     True
     """
     return ALONE if num_ranks <= _num_cores() else CROWDED
