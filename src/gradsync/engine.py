@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsync.bucket import AnySlot, BucketPlan, SparseSlot
+from gradsync.bucket import BucketPlan
 from gradsync.claims import claim
 from gradsync.comm.base import Communicator
 from gradsync.errors import GradSyncError
@@ -31,6 +31,7 @@ from gradsync.profiling.seam import SILENT, Recording
 from gradsync.replicas import copy_training_state, hyperparameter_checksum
 from gradsync.samedata import SameDataWatch
 from gradsync.settings import Settings
+from gradsync.slot import AnySlot, SparseSlot
 from gradsync.stepping import StepGate
 from gradsync.strategies.base import Strategy
 from gradsync.training import Training

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from gradsync.bucket import AnySlot, BucketPlan, Slot, plan_buckets
+from gradsync.bucket import BucketPlan, plan_buckets
 from gradsync.comm.base import Communicator
+from gradsync.slot import AnySlot, Slot
 
 
 class Planner:

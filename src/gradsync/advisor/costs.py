@@ -18,9 +18,10 @@ from torch.nn import Parameter
 
 from gradsync.advisor.meaning import Meaning, meaning_of
 from gradsync.advisor.measurement import Choice, Gradient
-from gradsync.bucket import BucketPlan, Slot, plan_buckets
+from gradsync.bucket import BucketPlan, plan_buckets
 from gradsync.comm.base import DEFAULT_TIMEOUT_S, Communicator, Finished, ReduceOp, Solo, Work
 from gradsync.reducers.base import Reducer
+from gradsync.slot import Slot
 
 SAMPLE_BYTES = 64 << 20  # of gradients at most are rehearsed; of a larger model a part stands for all
 ROUNDS = 5

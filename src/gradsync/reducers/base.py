@@ -16,9 +16,10 @@ from typing import Any
 from torch import Tensor
 
 from gradsync import spec
-from gradsync.bucket import BUCKET_BYTES, Bucket, BucketPlan, Slot
+from gradsync.bucket import BUCKET_BYTES, Bucket, BucketPlan
 from gradsync.comm.base import Communicator, Work
 from gradsync.profiling.seam import SILENT, Recording
+from gradsync.slot import Slot
 
 
 class Reducer(abc.ABC):

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradsync.bucket import Slot
 from gradsync.codecs.base import Payload, Residual
 from gradsync.codecs.chain import Chain
 from gradsync.codecs.sparse import Sparse
 from gradsync.reducers.shards import Piece
+from gradsync.slot import Slot
 
 Kept = dict[str, dict[str, Tensor]]  # kind ("residuals"), then parameter name; flat, as values lie in the bucket
 

@@ -22,8 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradsync.bucket import Bucket, Slot
+from gradsync.bucket import Bucket
 from gradsync.codecs.base import COMPILED_DTYPES
+from gradsync.slot import Slot
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from gradsync import spec
-from gradsync.bucket import Bucket, BucketPlan, Slot
+from gradsync.bucket import Bucket, BucketPlan
 from gradsync.comm.base import Communicator, Finished, Work
 from gradsync.reducers.base import Reducer
 from gradsync.reducers.lowrank import Frame, Layout, Maths, Matrix, maths_for, random_vectors
+from gradsync.slot import Slot
 
 
 class _Desk:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradsync.bucket import Bucket, Slot
+from gradsync.bucket import Bucket
 from gradsync.codecs.base import Codec, Payload
+from gradsync.slot import Slot
 
 # Parameters are cut at multiples of this many values, counted from their beginning. Blocks of quantization divide it:
 # they never cross parameters, and are the same whatever the number of ranks.

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradsync.bucket import SparseSlot
 from gradsync.comm.base import Communicator
+from gradsync.slot import SparseSlot
 
 UNUSED = -1  # in place of a row count: this rank has no gradient for the parameter
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradsync import spec
-from gradsync.bucket import Bucket, BucketPlan, SparseSlot
+from gradsync.bucket import Bucket, BucketPlan
 from gradsync.comm.base import Communicator
 from gradsync.errors import NonFiniteGradient
 from gradsync.header import Header, HeaderExchange, Round
@@ -16,6 +16,7 @@ from gradsync.reducers.base import Driver, Reducer
 from gradsync.reducers.compressed import Compressed
 from gradsync.reducers.rules import CodecRule
 from gradsync.reducers.sparse import sum_sparse
+from gradsync.slot import SparseSlot
 from gradsync.strategies.base import Strategy
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gradsync import spec
-from gradsync.bucket import Bucket, BucketPlan, SparseSlot, plan_buckets
+from gradsync.bucket import Bucket, BucketPlan, plan_buckets
 from gradsync.comm.base import Communicator
 from gradsync.comm.choice import FORMAT, Table, parse_tables
 from gradsync.comm.chosen import Chosen
@@ -25,6 +25,7 @@ from gradsync.comm.hosts import ranks_by_host
 from gradsync.comm.objects import broadcast_object
 from gradsync.header import Header, Round
 from gradsync.profiling.seam import SILENT, Recording
+from gradsync.slot import SparseSlot
 from gradsync.strategies.allreduce import AllReduce
 from gradsync.strategies.base import Strategy, Verdict
 from gradsync.training import Training

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradsync import spec
-from gradsync.bucket import BUCKET_BYTES, Bucket, BucketPlan, SparseSlot
+from gradsync.bucket import BUCKET_BYTES, Bucket, BucketPlan
 from gradsync.comm.base import Communicator
 from gradsync.header import Header, Round
 from gradsync.profiling.seam import SILENT, Recording
+from gradsync.slot import SparseSlot
 from gradsync.training import Training
 
 

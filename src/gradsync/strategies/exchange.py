@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from gradsync.bucket import Bucket, BucketPlan, Slot, plan_buckets
+from gradsync.bucket import Bucket, BucketPlan, plan_buckets
 from gradsync.comm.base import Communicator, Work
 from gradsync.errors import NonFiniteGradient
 from gradsync.reducers.allreduce import Plain
 from gradsync.reducers.base import Reducer
 from gradsync.reducers.feedback import worked_in
+from gradsync.slot import Slot
 from gradsync.strategies.attendance import Attendance
 
 OuterRates = Callable[[int], tuple[float, float]]  # of a fragment's k-th outer step: learning rate and momentum

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradsync.bucket import Bucket, SparseSlot
+from gradsync.bucket import Bucket
 from gradsync.comm.base import Solo
 from gradsync.header import Header, Round
 from gradsync.reducers.sparse import sum_sparse
+from gradsync.slot import SparseSlot
 from gradsync.strategies.base import Strategy
 
 

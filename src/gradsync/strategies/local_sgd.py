@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from gradsync import spec
-from gradsync.bucket import Bucket, BucketPlan, SparseSlot
+from gradsync.bucket import Bucket, BucketPlan
 from gradsync.comm.base import Communicator
 from gradsync.header import Header, Round
 from gradsync.reducers.allreduce import Plain
 from gradsync.reducers.base import Reducer
 from gradsync.reducers.compressed import Compressed
 from gradsync.reducers.rules import CodecRule
+from gradsync.slot import SparseSlot
 from gradsync.strategies.allreduce import AllReduce
 from gradsync.strategies.attendance import Attendance
 from gradsync.strategies.base import Verdict
