@@ -17,6 +17,7 @@ LONG = (
     "test_exactness.py",
     "contracts/test_communicator.py",
     "comm/test_mpi.py",
+    "comm/test_mpi_losses.py",
     "multiprocess/test_run.py",
     "comm/test_hierarchical.py",
     "multiprocess/test_lost_peers.py",

@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import atexit
-import os
 import random
 import runpy
-import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import gradsync
-from gradsync.comm import Communicator, disconnect, mpi_library, mpi_work
+from gradsync.comm import Communicator, disconnect, mpi_work
 from gradsync.comm import mpi as mpi_transport
 from gradsync.comm.base import REDUCE_OPS, ReduceOp
-from gradsync.comm.rendezvous import said_transport, started_by_mpi
 from tests.contracts.communicator import CONTRACT
-from tests.mpi import LAUNCHERS, SURVIVORS_GO_ON, find_mpirun, mpirun, run_mpi, run_mpi_from_scratch
-from tests.ranks import run_processes
+from tests.mpi import mpirun, run_mpi
 
 TIMEOUT_S = 2.0
-LATEST_S = TIMEOUT_S + 2.0
-ULFM = ("--with-ft", "ulfm")  # the option that makes Open MPI itself survive a loss, on every network
 
 COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
@@ -283,185 +276,3 @@ def test_a_script_trains_over_mpi_as_in_one_process(script: str, tmp_path: Path)
         for name, value in rank["model"].items():
             assert torch.equal(value, ranks[0]["model"][name])
             assert torch.allclose(value, alone["model"][name], rtol=1e-9, atol=1e-12)
-
-
-# -- losses ------------------------------------------------------------------------------------------------------------
-
-
-def train_until_lost() -> tuple[tuple[int, ...], int | None, float]:
-    """Train; rank 1 is killed in mid-step. Returns how a survivor saw it."""
-    comm = gradsync.connect("mpi", timeout_s=TIMEOUT_S)
-    model = nn.Sequential(*(nn.Linear(200, 200) for _ in range(6)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    gradsync.synchronize(model, optimizer, bucket_bytes=200_000, first_bucket_bytes=100_000)
-    if comm.rank == 1:
-        steps = iter(range(4))
-        # In mid-step: some buckets are on their way, the others will never be.
-        model[2].weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL) if next(steps) == 3 else None)
-    while True:
-        step_s = time.monotonic()
-        try:
-            optimizer.zero_grad()
-            model(torch.randn(8, 200)).square().mean().backward()
-            optimizer.step()
-        except gradsync.PeerLost as lost:
-            seen_s = time.monotonic() - step_s
-            with pytest.raises(gradsync.PeerLost):
-                comm.clone()
-            return lost.ranks, lost.step, seen_s
-
-
-def test_a_killed_rank_is_named_by_the_others() -> None:
-    """Over sockets, where Open MPI itself sees the end of the process, as between hosts."""
-    options = (*ULFM, "--mca", "pml", "ob1", "--mca", "btl", "tcp,self")
-    first, killed, last = run_mpi_from_scratch(
-        3, train_until_lost, options=options, timeout_s=40.0, expect_failure=True
-    )
-    assert killed is None
-    for survivor in (first, last):
-        assert isinstance(survivor, tuple), survivor
-        assert survivor[:2] == ((1,), 3)
-        assert survivor[2] <= LATEST_S
-
-
-FROZEN = """
-import os, signal, subprocess
-import torch
-import gradsync
-
-comm = gradsync.connect("mpi", timeout_s=2.0)
-comm.all_reduce(torch.ones(100_000)).wait()
-if comm.rank == 1:
-    subprocess.Popen(["sh", "-c", f"sleep 8; kill -9 {os.getpid()}"])  # else mpirun would wait for it for ever
-    os.kill(os.getpid(), signal.SIGSTOP)
-comm.all_reduce(torch.ones(100_000)).wait()
-"""
-
-REPORT = """
-import os, subprocess, sys
-
-ended = subprocess.run([sys.executable, "-c", sys.argv[1]], stderr=subprocess.PIPE, text=True)
-print(os.environ["OMPI_COMM_WORLD_RANK"], ended.returncode, *ended.stderr.splitlines()[-1:], flush=True)
-"""
-
-
-def test_after_a_loss_processes_end_by_themselves() -> None:
-    """MPI_Finalize would wait for the frozen rank."""
-    ended = mpirun(3, sys.executable, "-c", REPORT, FROZEN, options=SURVIVORS_GO_ON, timeout_s=40.0)
-    lines = [line for line in ended.output.splitlines() if line[:2] in ("0 ", "1 ", "2 ")]
-    assert [line[:5] for line in sorted(lines)] == ["0 1 g", "1 -9", "2 1 g"], ended.output
-    assert lines[-1].startswith("1"), "the survivors have ended while it was still there"
-    for line in lines[:2]:
-        assert "gradsync.errors.PeerLost: rank 1 was lost" in line
-
-
-def connect_late() -> str:
-    """MPI is there, but rank 1 does not come to connect()."""
-    from mpi4py import MPI
-
-    if MPI.COMM_WORLD.rank == 1:
-        time.sleep(TIMEOUT_S + 2.0)
-        return ""
-    with pytest.raises(gradsync.PeerLost) as lost:
-        gradsync.connect("mpi", timeout_s=TIMEOUT_S)
-    return str(lost.value)
-
-
-def test_a_rank_that_does_not_come_to_connect_is_named() -> None:
-    first, _, last = run_mpi(3, connect_late, timeout_s=40.0)
-    assert first == last == f"rank 1 was lost in connect, noticed after {TIMEOUT_S} s: it did not come to connect()"
-
-
-# -- asking for it -----------------------------------------------------------------------------------------------------
-
-
-def with_a_lesser_thread_level(level: str) -> str:
-    """The script has initialized MPI itself, and not for every thread."""
-    import mpi4py
-
-    mpi4py.rc.thread_level = level
-    from mpi4py import MPI
-
-    assert MPI.Query_thread() < MPI.THREAD_MULTIPLE
-    atexit.register(MPI.Finalize)  # as mpi4py itself does at the very end of a process that was not forked
-    comm = gradsync.connect("mpi", timeout_s=20.0)
-    for part_of_the_contract in CONTRACT:
-        part_of_the_contract(comm)
-    groups_in_threads_do_not_disturb_each_other(comm, make_more=False)  # that is what takes more
-    return comm.why
-
-
-def test_a_library_that_allows_one_thread_at_a_time_is_used_so() -> None:
-    assert len(set(run_mpi(2, with_a_lesser_thread_level, "serialized"))) == 1
-
-
-def outside_of_mpirun(thread_level: str) -> list[str]:
-    """Without a launcher MPI is a world of one. (In a process of its own: MPI can't be begun twice.)"""
-    for name in [name for name in os.environ if name.startswith(LAUNCHERS)]:
-        del os.environ[name]
-    said = ["4", None]
-    if thread_level != "multiple":
-        import mpi4py
-
-        mpi4py.rc.thread_level = thread_level
-        from mpi4py import MPI
-
-        atexit.register(MPI.Finalize)
-        said = [None]
-    refused = []
-    for size in said:
-        if size:
-            os.environ["OMPI_COMM_WORLD_SIZE"] = size
-        else:
-            os.environ.pop("OMPI_COMM_WORLD_SIZE", None)
-        with pytest.raises(ValueError) as error:
-            gradsync.connect("mpi", timeout_s=20.0)
-        refused.append(str(error.value))
-    return refused
-
-
-def test_it_says_why_it_can_not_be() -> None:
-    find_mpirun()
-    ((another_library, no_launcher),) = run_processes(1, outside_of_mpirun, "multiple")
-    assert "MPI sees a world of one, though 4 ranks were started: mpi4py has loaded Open MPI" in another_library
-    assert "no mpirun or srun is seen. Use `mpirun -n 4 python train.py`" in no_launcher
-    ((too_little,),) = run_processes(1, outside_of_mpirun, "funneled")
-    assert "needs MPI_THREAD_SERIALIZED or more" in too_little
-
-
-@pytest.fixture
-def unconnected(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    for name in [name for name in os.environ if name.startswith(LAUNCHERS)]:
-        monkeypatch.delenv(name)
-    disconnect()
-    yield monkeypatch
-    disconnect()
-
-
-def test_the_environment_asks_where_the_script_leaves_it_open(unconnected: pytest.MonkeyPatch) -> None:
-    unconnected.setenv("GRADSYNC_TRANSPORT", "carrier pigeon")
-    with pytest.raises(ValueError, match=r"GRADSYNC_TRANSPORT must be one of auto, .*mpi; got 'carrier pigeon'"):
-        gradsync.connect()
-    unconnected.setenv("GRADSYNC_TRANSPORT", "c10d")
-    with pytest.raises(ValueError, match="transport='c10d' needs a launcher"):
-        gradsync.connect()
-    assert gradsync.connect("solo").why == "one worker: nothing to talk to", "the script has the last word"
-    disconnect()
-    unconnected.setenv("GRADSYNC_TRANSPORT", "solo")
-    assert gradsync.connect().why == "one worker: nothing to talk to; GRADSYNC_TRANSPORT=solo"
-    assert said_transport(("auto",), {"GRADSYNC_TRANSPORT": ""}) == "auto"
-
-
-def test_torchruns_workers_are_not_mpis(unconnected: pytest.MonkeyPatch) -> None:
-    unconnected.setenv("TORCHELASTIC_RUN_ID", "7")
-    with pytest.raises(ValueError, match="started by torchrun or `gradsync run`"):
-        gradsync.connect("mpi")
-    assert started_by_mpi({"PMI_SIZE": "2", "SLURM_STEP_NUM_TASKS": "1"}) == 2
-    assert started_by_mpi({}) is None
-
-
-def test_without_mpi4py_it_says_how_to_get_it(unconnected: pytest.MonkeyPatch) -> None:
-    unconnected.setattr(mpi_library, "_library", None)
-    unconnected.setitem(sys.modules, "mpi4py", None)
-    with pytest.raises(ImportError, match=r"pip install 'gradsync\[mpi\]'"):
-        gradsync.connect("mpi")

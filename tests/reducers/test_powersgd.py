@@ -3,89 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from gradsync.bucket import BucketPlan, plan_buckets
 from gradsync.comm import Communicator, run_ranks
-from gradsync.comm.base import Solo, Work
-from gradsync.reducers import Driver
-from gradsync.reducers.lowrank import Compiled, Eager, Frame, Layout, Maths, maths_for, matrix_of
+from gradsync.comm.base import Work
 from gradsync.reducers.powersgd import PowerSGD
+from tests.reducers.trial import SHAPES, Run
 
-# Two equal shapes, one that is a matrix only by its memory, some that go whole.
-SHAPES: dict[str, tuple[int, ...]] = {
-    "a": (24, 30),
-    "bias": (30,),
-    "b": (24, 30),
-    "conv": (20, 8, 3, 3),
-    "few": (5, 4),
-    "none": (0,),
-    "one": (),
-    "tall": (70, 17),
-}
 BOTH = pytest.mark.parametrize("alternating", [False, True], ids=["twice", "by turns"])
-
-
-class Run:
-    """One rank's parameters, buckets and reducer, driven as a strategy drives them."""
-
-    def __init__(
-        self,
-        comm: Communicator,
-        reducer: PowerSGD,
-        *,
-        dtype: torch.dtype = torch.float32,
-        cap_bytes: int = 9000,
-        shapes: dict[str, tuple[int, ...]] = SHAPES,
-    ) -> None:
-        self.comm, self.reducer = comm, reducer
-        self.params = {name: Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in shapes.items()}
-        if "conv" in self.params:
-            conv = torch.zeros(SHAPES["conv"], dtype=dtype).to(memory_format=torch.channels_last)
-            self.params["conv"] = Parameter(conv)
-        self.rebuild(cap_bytes)
-
-    def rebuild(self, cap_bytes: int) -> None:
-        self.plan = BucketPlan(plan_buckets(list(self.params.items()), cap_bytes=cap_bytes), [], self.params, self.comm)
-        self.reducer.attach(self.plan, self.comm)
-
-    def step(
-        self,
-        grads: dict[str, Tensor],
-        *,
-        factor: float | None = None,
-        lend: bool = False,
-        loss_scale: float = 1.0,
-        finite: bool | None = None,
-    ) -> dict[str, Tensor]:
-        """Reduce; returns the means of the parameters that any rank had a gradient for."""
-        for name, param in self.params.items():
-            param.grad = torch.empty_like(param).copy_(grads[name]) if name in grads else None
-        driver = Driver(self.reducer, self.comm, len(self.plan.buckets))
-        for bucket in self.plan.buckets:
-            bucket.open()
-            bucket.loss_scale = loss_scale
-            if lend:
-                lent = [slot.lend() for slot in bucket.slots if slot.param.grad is not None]
-                assert any(lent)
-            bucket.seal(1.0 / self.comm.world_size if factor is None else factor)
-            driver.add(bucket)
-        driver.drain()
-        for bucket in self.plan.buckets:
-            bucket.unseal()
-        self.spoilt = list(self.reducer.nonfinite)
-        self.reducer.end_step(finite=not self.spoilt if finite is None else finite)
-        return {name: param.grad.clone() for name, param in self.params.items() if param.grad is not None}
-
-    def residuals(self) -> dict[str, Tensor]:
-        residuals: dict[str, Tensor] = self.reducer.state_dict()["own"]["residuals"]
-        return residuals
 
 
 def random_grads(seed: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:
@@ -422,119 +351,6 @@ def test_bytes_are_those_of_the_collectives(start_step: int, alternating: bool) 
 
     for said, whole in run_ranks(2, run):
         assert said == whole if start_step else said < whole
-
-
-# -- the maths --------------------------------------------------------------------------------------------------------
-
-
-def a_layout(rank: int, dtype: torch.dtype) -> Layout:
-    run = Run(Solo(), PowerSGD(rank=rank), dtype=dtype, cap_bytes=10**6)
-    return Layout(run.plan.buckets[0], rank, 1.0)
-
-
-@pytest.mark.parametrize("rank", [1, 2, 4, 5, 8])
-@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
-def test_compiled_and_eager_maths_agree(rank: int, dtype: torch.dtype) -> None:
-    layout = a_layout(rank, dtype)
-    assert isinstance(maths_for(layout, 0), Compiled)
-    outcomes = []
-    for maths in (Compiled(layout, 0), Eager(layout, 0)):
-        generator = torch.Generator().manual_seed(0)
-
-        def random(numel: int, generator: torch.Generator = generator) -> Tensor:
-            return torch.randn(numel, dtype=dtype, generator=generator)
-
-        frame = Frame(random(layout.numel), random(layout.left_numel), random(layout.right_numel))
-        for matrix in layout.matrices:
-            matrix.slot.flat.copy_(random(matrix.numel))
-        buffer = layout.matrices[0].slot.bucket.buffer
-        left, right = random(layout.left_numel), random(layout.right_numel)
-        made: list[Tensor] = [torch.zeros_like(frame.matrices) for _ in range(2)]
-        lefts = [torch.zeros_like(left) for _ in range(2)]
-        rights = [torch.zeros_like(right) for _ in range(4)]
-        maths.gather_left(frame, right, after=made[0], out=lefts[0], gain=0.5)
-        maths.gather_right(frame, left, after=made[1], out=rights[0], gain=0.5)
-        maths.project_right(made[1], left, out=rights[1])
-        maths.orthonormalize(lefts[0], [m.rows for m in layout.matrices], out=lefts[1])
-        maths.orthonormalize(rights[0], [m.cols for m in layout.matrices], out=rights[2], keep=right)
-        rights[3].copy_(right)
-        maths.orthonormalize(torch.zeros_like(right), [m.cols for m in layout.matrices], out=rights[3], keep=right)
-        assert torch.equal(rights[3], right)
-        owed = maths.residuals(frame)
-        maths.expand(left, right, buffer=buffer, gain=2.0)
-        outcomes.append([*made, *lefts, *rights, owed, buffer.clone()])
-    tolerance = 1e4 * torch.finfo(dtype).eps
-    for one, other in zip(*outcomes, strict=True):
-        assert one.abs().sum() > 0
-        assert torch.allclose(one, other, rtol=tolerance, atol=tolerance)
-
-
-def factors(rows: list[list[float]], size: int, dtype: torch.dtype) -> Tensor:
-    """Vectors that begin with these values and go on with zeros."""
-    vectors = torch.zeros(len(rows), size, dtype=dtype)
-    for vector, values in zip(vectors, rows, strict=True):
-        vector[: len(values)] = torch.tensor(values, dtype=dtype)
-    return vectors.view(-1)
-
-
-HARD = {
-    "zeros": [[], [], []],
-    "one vanishes": [[1.0, 2.0], [], [3.0]],
-    "parallel": [[1.0, 2.0, 3.0], [-2.0, -4.0, -6.0], [1.0, 2.0, 3.0]],
-    "nearly parallel": [[1.0, 2.0, 3.0], [1.0, 2.0, 3.000001], [1.0, 2.000001, 3.0]],
-    "huge": [[3e38, 1e38], [1e38, 3e38], [-3e38, 0.0, 3e38]],
-    "denormal": [[1e-44], [0.0, 1e-42], [1e-42, 1e-44, 1e-40]],
-    "far apart": [[3e38, 1e-44], [1e-44, 3e38], [0.0, 0.0, 1.0]],
-}
-
-
-@pytest.mark.parametrize("rows", HARD.values(), ids=HARD.keys())
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("kind", [Compiled, Eager])
-def test_factors_are_orthonormal_whatever_they_are_made_of(
-    kind: Callable[[Layout, int], Maths], dtype: torch.dtype, rows: list[list[float]]
-) -> None:
-    if dtype == torch.float64:
-        rows = [[value * abs(value) ** 7 for value in row] for row in rows]  # 1e38 to 1e304
-    maths = kind(a_layout(3, dtype), 0)
-    vectors = factors(rows, 24, dtype)
-    out = torch.zeros_like(vectors)
-    maths.orthonormalize(vectors, [24], out=out)
-    made = out.view(3, 24).double()
-    assert torch.allclose(made @ made.T, torch.eye(3, dtype=torch.float64), atol=4 * torch.finfo(dtype).eps)
-
-
-@pytest.mark.parametrize("kind", [Compiled, Eager])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("at", [0, 30, 70])
-def test_no_guard_cleans_nan_away(kind: Callable[[Layout, int], Maths], value: float, at: int) -> None:
-    maths = kind(a_layout(3, torch.float32), 0)
-    vectors = torch.randn(72, generator=torch.Generator().manual_seed(0))
-    vectors[at] = value
-    out = torch.zeros_like(vectors)
-    maths.orthonormalize(vectors, [24], out=out, keep=torch.zeros_like(vectors))
-    assert out[at].isnan()
-
-
-def test_a_matrix_is_what_lies_in_memory() -> None:
-    comm = Solo()
-    params = {
-        "plain": Parameter(torch.zeros(6, 2, 3, 3)),
-        "channels last": Parameter(torch.zeros(6, 2, 3, 3).to(memory_format=torch.channels_last)),
-        "transposed": Parameter(torch.zeros(5, 7).T),
-        "within": Parameter(torch.zeros(1, 5, 7)),
-        "vector": Parameter(torch.zeros(9)),
-        "row": Parameter(torch.zeros(1, 9)),
-        "empty": Parameter(torch.zeros(0, 4)),
-        "scalar": Parameter(torch.zeros(())),
-    }
-    plan = BucketPlan([list(params)], [], params, comm)
-    found = {slot.name: (matrix_of(slot).rows, matrix_of(slot).cols) for slot in plan.buckets[0].slots}
-    assert found["plain"] == found["channels last"] == (6, 18)
-    assert found["transposed"] == found["within"] == (5, 7)
-    assert found["vector"] == found["row"] == (1, 9)
-    assert found["scalar"] == (1, 1)
-    assert found["empty"][0] * found["empty"][1] == 0
 
 
 def test_complex_gradients_go_whole() -> None:
