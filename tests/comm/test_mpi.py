@@ -23,8 +23,6 @@ from gradsync.comm.base import REDUCE_OPS, ReduceOp
 from tests.contracts.communicator import CONTRACT
 from tests.mpi import mpirun, run_mpi
 
-TIMEOUT_S = 2.0
-
 COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 # -- in one world of three ---------------------------------------------------------------------------------------------

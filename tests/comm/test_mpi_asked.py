@@ -17,8 +17,6 @@ from tests.contracts.communicator import CONTRACT
 from tests.mpi import LAUNCHERS, find_mpirun, run_mpi
 from tests.ranks import run_processes
 
-TIMEOUT_S = 2.0
-
 
 def with_a_lesser_thread_level(level: str) -> str:
     """The script has initialized MPI itself, and not for every thread."""
