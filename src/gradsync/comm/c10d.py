@@ -175,7 +175,7 @@ class C10d(Communicator):
             return None
         name = f"{self.watch.key}/{self._splits}/{'-'.join(map(str, members))}"
         group = _new_group(members, self.timeout_s, name)
-        return C10d(group, members, self.lifeline, timeout_s=self.timeout_s, why=self.why, feed=self.feed)
+        return _met(C10d(group, members, self.lifeline, timeout_s=self.timeout_s, why=self.why, feed=self.feed))
 
     @property
     def lifeline(self) -> Lifeline:
@@ -293,7 +293,17 @@ def connect_c10d(place: Place, *, timeout_s: float, why: str) -> C10d:
     lifeline = Lifeline(dist.get_rank(), len(world), store, addresses=addresses, timeout_s=timeout_s)
     group = dist.group.WORLD if ours else _new_group(list(world), timeout_s, f"gradsync/{next(_connections)}")
     assert isinstance(group, dist.ProcessGroup), "torch.distributed is initialised"
-    return C10d(group, world, lifeline, timeout_s=timeout_s, why=why)
+    return _met(C10d(group, world, lifeline, timeout_s=timeout_s, why=why))
+
+
+def _met(group: C10d) -> C10d:
+    """This group, once all its members are in it.
+
+    They find each other through the store that rank 0's process may hold. A rank that had found all would otherwise be
+    free to end, and take the store with it from those that still look.
+    """
+    group.barrier()
+    return group
 
 
 def _new_group(members: list[int], timeout_s: float, name: str) -> dist.ProcessGroup:
