@@ -30,6 +30,7 @@ from gradsync.comm.shm_kernels import (
     ALIGN,
     APART,
     BROADCAST,
+    BYTES,
     COUNT,
     DIRECT,
     EVERYWHERE,
@@ -48,7 +49,10 @@ from gradsync.comm.shm_kernels import (
     SHARE,
     SLICES,
     SLOT_BYTES,
+    SMALL_WORDS,
+    SUM,
     TURN,
+    WIDE,
     WIDTH,
     num_turns,
     quick,
@@ -73,11 +77,12 @@ class _Small:
     """What was found of the last tensor that could be reduced in one call."""
 
     tensor: weakref.ref[Tensor]  # weakly: its memory is not to be kept
-    seen: tuple[int, int, str]  # its address, its number of values, and the operation
-    sum_rows: int
-    item: int
-    num_bytes: int
+    address: int
+    numel: int
+    op: ReduceOp
     turns: int
+    words: np.ndarray  # as the kernel reads it
+    where: int  # the words' address
 
 
 class Shm(Communicator):
@@ -101,7 +106,9 @@ class Shm(Communicator):
         self._allocated: dict[int, tuple[Segment, int]] = {} if beside is None else beside._allocated  # and its bytes
         self._sums: dict[tuple[torch.dtype, str], tuple[int, int]] = {}
         self._small: _Small | None = None
+        self._place = self._watch.place
         self.spinning = spinning_of(base.world_size)
+        self._small_spins = self.spinning.small_spins
         self._lost = base.lifeline.lost  # fills when a peer is given up, or this rank is by the others
         base.lifeline.before_leaving.append(weakref.WeakMethod(self._give_up))
 
@@ -110,28 +117,26 @@ class Shm(Communicator):
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
         # As short a way as there is: where the peers are here too, it is over after one call. What a loop reduces is
         # most often the tensor of last time, and asking torch five questions about it would cost as much as the sum.
-        small = self._small
-        address, numel = tensor.data_ptr(), tensor.numel()
-        if small is None or small.tensor() is not tensor or (address, numel, op) != small.seen:
+        small, address = self._small, tensor.data_ptr()
+        if (
+            small is None
+            or small.tensor() is not tensor
+            or small.address != address
+            or small.numel != tensor.numel()
+            or small.op != op
+        ):
             small = self._small = self._look_at(tensor, op)
-        if small is None or self._queue or self._lost or self._floor is None:
+        floor = self._floor
+        if small is None or self._queue or self._lost or floor is None:
             return self._reduce_large(tensor, op)
-        floor, turns, num_bytes = self._floor, small.turns, small.num_bytes
         with self._lock:
-            number = floor.turns + 1
-            floor.turns += turns
-            taken = _reduce_eagerly(
-                floor.address, small.sum_rows, address, num_bytes, small.item, number, self.spinning.small_spins
-            )
-            if taken == turns:
-                place = self._watch.place
+            taken = _reduce_eagerly(floor.address, small.where, address, self._small_spins)
+            if taken == small.turns:
+                place = self._place
                 place[0] += 1
                 place[1] = "all_reduce"
                 return FINISHED
-            item = small.item
-            words = {KIND: DIRECT, FIRST: number, NUM_TURNS: turns, TURN: taken, PUT: min(turns, taken + 2)}
-            words |= {COUNT: num_bytes // item, WIDTH: SLOT_BYTES // item, ITEM: item, IN: address, OUT: address}
-            return self._begin(Staged(self, floor, self._watch.enter("all_reduce"), (tensor,), small.sum_rows, words))
+            return self._go_on(tensor, small, floor, taken)
 
     def _look_at(self, tensor: Tensor, op: ReduceOp) -> _Small | None:
         """What an all-reduce in one call must know of a tensor; None where it goes another way."""
@@ -141,9 +146,19 @@ class Shm(Communicator):
         if is_large or not num_bytes or tensor.data_ptr() in self._allocated:
             return None
         self._open_floor("all_reduce", tensor)
-        seen = (tensor.data_ptr(), tensor.numel(), op)
-        turns = 1 if num_bytes <= SLOT_BYTES else num_turns(num_bytes)
-        return _Small(weakref.ref(tensor), seen, sum_rows, item, num_bytes, turns)
+        words = np.zeros(SMALL_WORDS, np.int64)
+        words[[SUM, BYTES, WIDE]] = sum_rows, num_bytes, item
+        seen = (weakref.ref(tensor), tensor.data_ptr(), tensor.numel(), op)
+        return _Small(*seen, num_turns(num_bytes), words, words.ctypes.data)
+
+    def _go_on(self, tensor: Tensor, small: _Small, floor: Floor, taken: int) -> Work:
+        """The rest of a reduction that could not be done in one call, as the peers are not here yet."""
+        sum_rows, num_bytes, item = (int(small.words[word]) for word in (SUM, BYTES, WIDE))
+        turns, address = small.turns, small.address
+        words = {KIND: DIRECT, FIRST: floor.turns - turns + 1, NUM_TURNS: turns, TURN: taken}
+        words |= {PUT: min(turns, taken + 2), COUNT: num_bytes // item, WIDTH: SLOT_BYTES // item, ITEM: item}
+        words |= {IN: address, OUT: address}
+        return self._begin(Staged(self, floor, self._watch.enter("all_reduce"), (tensor,), sum_rows, words))
 
     def _reduce_large(self, tensor: Tensor, op: ReduceOp) -> Work:
         sum_rows, item = self._find_sum(tensor.dtype, op)

@@ -16,6 +16,7 @@ from gradsync.comm.shm_kernels import (
     SLEEPING,
     SLOT_BYTES,
     SLOTS,
+    TURNS,
     load,
     store,
 )
@@ -32,17 +33,21 @@ class Floor:
         self._here = self._parts[comm.rank]
         slots = [part + SLOTS + turn * SLOT_BYTES for turn in range(RING) for part in self._parts]
         # As the kernels read it: see FLOOR_WORDS. The last words, as many as ranks, are room for a kernel to write to.
-        place = [comm.rank, comm.world_size, self._parts[0], self._segment.bytes_per_rank]
+        place = [comm.rank, comm.world_size, self._parts[0], self._segment.bytes_per_rank, 0]
         self._words = np.array([*place, *slots, *self._parts], np.int64)
         assert len(place) == FLOOR_WORDS
         self.address: int = self._words.ctypes.data
-        self.turns = 0  # how many were reserved so far
 
     def reserve(self, num_turns: int) -> int:
         """The number of the first of some turns, which every rank reserves in the same order."""
         first = self.turns + 1
-        self.turns += num_turns
+        self._words[TURNS] += num_turns
         return first
+
+    @property
+    def turns(self) -> int:
+        """How many were reserved so far."""
+        return int(self._words[TURNS])
 
     def mailbox(self, src: int, dst: int) -> int:
         """The address of what ``src`` sends to ``dst``."""

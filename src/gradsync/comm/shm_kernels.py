@@ -42,7 +42,10 @@ MAIL_BYTES = 256 * 1024
 MAILBOX_BYTES = MAIL + MAIL_BYTES
 
 # The words of a floor; behind them the addresses of all slots, by slot and rank, and room for those of a sum's inputs.
-RANK, WORLD, PARTS, STRIDE, FLOOR_WORDS = range(5)
+RANK, WORLD, PARTS, STRIDE, TURNS, FLOOR_WORDS = range(6)  # TURNS: how many were reserved so far
+
+# The words of what can be reduced in one call: see `reduce_eagerly`.
+SUM, BYTES, WIDE, SMALL_WORDS = range(4)
 
 # The words of a collective that goes through the slots.
 KIND, TURN, PUT, NUM_TURNS, FIRST, SUMMED, IN, OUT, COUNT, ITEM, WIDTH, ROOT, STATE_WORDS = range(13)
@@ -284,15 +287,18 @@ def num_turns(num_bytes: int) -> int:
     return (num_bytes + SLOT_BYTES - 1) // SLOT_BYTES
 
 
-@numba.njit("i8(i8, i8, i8, i8, i8, i8, i8)", nogil=True, cache=True)
-def reduce_eagerly(floor: int, sum_rows: int, address: int, num_bytes: int, item: int, number: int, spins: int) -> int:
+@numba.njit("i8(i8, i8, i8, i8)", nogil=True, cache=True)
+def reduce_eagerly(floor: int, small: int, address: int, spins: int) -> int:
     """An all-reduce in which everybody sums everything, as far as the others are here: returns the turns it took.
 
+    It reserves its turns itself, and takes few arguments: Python would be slower at both than the ranks are at meeting.
     What is left goes on as DIRECT work, with one turn more put than taken.
     """
-    words = words_at(floor, FLOOR_WORDS)
-    rank, world_size = words[RANK], words[WORLD]
+    words, what = words_at(floor, FLOOR_WORDS), words_at(small, SMALL_WORDS)
+    rank, world_size, num_bytes = words[RANK], words[WORLD], what[BYTES]
     turns: int = num_turns(num_bytes)
+    number = words[TURNS] + 1
+    words[TURNS] += turns
     put = 0
     for turn in range(turns):
         while put < min(turns, turn + 2):
@@ -303,7 +309,8 @@ def reduce_eagerly(floor: int, sum_rows: int, address: int, num_bytes: int, item
         if not all_at(floor, ARRIVED, number + turn, spins):
             return turn
         done = turn * SLOT_BYTES
-        _sum_all(floor, sum_rows, number + turn, address + done, min(SLOT_BYTES, num_bytes - done) // item)
+        count = min(SLOT_BYTES, num_bytes - done) // what[WIDE]
+        _sum_all(floor, what[SUM], number + turn, address + done, count)
     return turns
 
 
