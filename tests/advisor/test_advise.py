@@ -70,7 +70,18 @@ def test_less_than_the_margin_is_not_worth_a_change() -> None:
     eager = advise(measurement(), link, recorded_on=FAST, choices=choices, margin=0.0)
     assert eager.change
     gain = eager.best.speedup - 1
-    assert not advise(measurement(), link, recorded_on=FAST, choices=choices, margin=gain + 0.01).change
+    for margin, change in ((3 * gain, True), (6 * gain, False)):  # for a bucket size a fifth of it is enough
+        assert advise(measurement(), link, recorded_on=FAST, choices=choices, margin=margin).change is change
+
+
+def test_a_codec_must_bring_the_whole_margin() -> None:
+    choices = [Choice("allreduce(codec=fp16)")]
+    eager = advise(measurement(), SLOW, recorded_on=FAST, choices=choices, allow="all", margin=0.0)
+    assert eager.change
+    gain = 1 / eager.best.rank_by - 1
+    for margin, change in ((0.8 * gain, True), (1.2 * gain, False)):
+        advice = advise(measurement(), SLOW, recorded_on=FAST, choices=choices, allow="all", margin=margin)
+        assert advice.change is change
 
 
 def test_stragglers_are_named_and_not_the_wire() -> None:
