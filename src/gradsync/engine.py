@@ -163,7 +163,7 @@ class Engine:
         if backward.factor is None and self.window.num_backwards == 1:
             self._learn_factor(block=False)
         alone = self.window.num_backwards == 1
-        if not (alone and self.strategy.reads_fresh_gradients and slot.lend()):
+        if not (alone and self.strategy.reads_fresh_gradients and slot.lend(backward.factor)):
             slot.collect(backward.factor if alone else None)
         slot.ready = True
         slot.bucket.missing -= 1

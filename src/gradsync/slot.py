@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from gradsync.comm.base import Loan
+
 if TYPE_CHECKING:
     from gradsync.bucket import Bucket
 
@@ -24,11 +26,17 @@ class Slot:
         self.view = view  # a part of bucket.buffer in the parameter's own shape and strides
         self.flat = flat  # the same part as it lies in memory: real numbers in a row
         self.fresh: Tensor | None = None  # a gradient that lies, in the same order, where autograd put it
+        self.kept = (0, flat.numel())  # what of it, from and to, its reader takes from there
         self.index = index  # its flag's place in bucket.flags
         self.ready = False  # its gradient of the current backward is in
         self.held = False  # it has gathered gradients, and .grad was taken away meanwhile (see Engine)
         self.scaled = False  # already multiplied on its way in
         self.carried: Tensor | None = None  # an earlier mean that must not be averaged again
+
+    @property
+    def start(self) -> int:
+        """Where in ``bucket.storage`` it begins, counted in real numbers."""
+        return int(self.flat.storage_offset() - self.bucket.storage.storage_offset())
 
     @property
     def has_gradient(self) -> bool:
@@ -51,23 +59,50 @@ class Slot:
             elif factor is None:
                 self.view.copy_(grad)
             else:
-                self._multiply_in(grad.detach(), factor)
+                self._multiply_in(self.view, grad.detach(), factor)
                 self.scaled = True
         self.param.grad = self.view
 
-    def lend(self) -> bool:
-        """Leave the gradient where autograd put it, for a reducer that reads it there; say whether that can be."""
+    def keep_only(self, first: int, end: int) -> None:
+        """Say which values of the bucket are read where autograd put them; the others will be copied into it."""
+        start, numel = self.start, self.flat.numel()
+        self.kept = (min(max(first - start, 0), numel), min(max(end - start, 0), numel))
+
+    def lend(self, factor: float | None = None) -> bool:
+        """Leave the gradient where autograd put it, for a reducer that reads it there; say whether that can be.
+
+        What of it is not ``kept`` is multiplied by ``factor`` on its way into the bucket.
+        """
         grad = self.param.grad
         assert grad is not None, "there is a gradient to lend"
         if self.held or grad is self.view or grad.is_complex():
             return False
-        if grad.is_contiguous() and self.view.is_contiguous():
-            self.fresh = grad.detach().view(-1)
-            return True
-        if grad.stride() != self.view.stride() or not torch.ops.aten.is_non_overlapping_and_dense(grad):
+        first, end = self.kept
+        is_whole = end - first == self.flat.numel()
+        if not is_whole and (factor is None or first == end or grad.nbytes < STREAMED_BYTES):
             return False
-        self.fresh = grad.detach().as_strided(self.flat.shape, (1,))
+        fresh = self._as_it_lies(grad.detach())
+        if fresh is None:
+            return False
+        self.fresh = fresh
+        if not is_whole and factor is not None:
+            for part in (slice(0, first), slice(end, None)):
+                self._multiply_in(self.flat[part], fresh[part], factor)
         return True
+
+    def _as_it_lies(self, grad: Tensor) -> Tensor | None:
+        """The gradient's values in the order of the view's, without a copy; None where they lie otherwise."""
+        if grad.is_contiguous() and self.view.is_contiguous():
+            return grad.view(-1)
+        if grad.stride() != self.view.stride() or not torch.ops.aten.is_non_overlapping_and_dense(grad):
+            return None
+        return grad.as_strided(self.flat.shape, (1,))
+
+    def loan(self) -> Loan:
+        """What of a lent gradient is kept, for the bucket that it belongs into."""
+        assert self.fresh is not None, "the gradient was lent"
+        first, end = self.kept
+        return Loan(self.start + first, self.fresh[first:end], self.bucket.factor)
 
     def release(self) -> None:
         """What was lent has been read: autograd may have its memory back. ``.grad`` is the view, and empty as yet."""
@@ -96,13 +131,14 @@ class Slot:
         self.shaped(flat).copy_(values)
         return flat
 
-    def _multiply_in(self, grad: Tensor, factor: float) -> None:
+    @staticmethod
+    def _multiply_in(place: Tensor, grad: Tensor, factor: float) -> None:
         if not grad.is_cpu or grad.nbytes < STREAMED_BYTES:
-            torch.mul(grad, factor, out=self.view)
+            torch.mul(grad, factor, out=place)
             return
         from gradsync.streaming import scale_into  # Numba takes a second to import
 
-        scale_into(self.view, grad, factor)
+        scale_into(place, grad, factor)
 
     def hold(self) -> None:
         """Take ``.grad`` away and keep what it gathered: clipping and ``step()`` then leave it alone."""

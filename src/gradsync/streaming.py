@@ -1,4 +1,4 @@
-"""Writing gradients to their bucket past the cache.
+"""Writing gradients, and sums of them, to their bucket past the cache.
 
 A plain store first fetches the line it overwrites. A bucket is long out of the cache when the next backward fills it,
 so that fetch is wasted: a third of the copy's memory traffic. Streaming stores leave it out: measured, twice as
@@ -23,28 +23,61 @@ intrinsic: Any = importlib.import_module("numba.extending").intrinsic
 VECTOR_BYTES = 32
 
 
+class _Vectors:
+    """What one vector of a dtype takes in LLVM's language; the dtype is that of the factor."""
+
+    def __init__(self, factor: Any) -> None:
+        self.lanes = VECTOR_BYTES // (4 if factor == types.float32 else 8)
+        self._kind = ir.VectorType(ir.FloatType() if factor == types.float32 else ir.DoubleType(), self.lanes)
+
+    def place(self, builder: Any, address: Any) -> Any:
+        return builder.inttoptr(address, self._kind.as_pointer())
+
+    def scaled(self, builder: Any, start: Any, factor: Any) -> Any:
+        """The values at an address, which need not be aligned, times a factor."""
+        factors = ir.Constant(self._kind, ir.Undefined)
+        for lane in range(self.lanes):
+            factors = builder.insert_element(factors, factor, ir.Constant(ir.IntType(32), lane))
+        return builder.fmul(builder.load(self.place(builder, start), align=VECTOR_BYTES // self.lanes), factors)
+
+    def stream(self, builder: Any, values: Any, to: Any) -> None:
+        store = builder.store(values, self.place(builder, to), align=VECTOR_BYTES)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+
+
 @intrinsic
 def _stream(typing_context: Any, to: Any, start: Any, factor: Any) -> Any:
     """Write one vector of values times ``factor``; ``to`` is aligned to a vector."""
-    number = ir.FloatType() if factor == types.float32 else ir.DoubleType()
-    lanes = VECTOR_BYTES // (4 if factor == types.float32 else 8)
+    vectors = _Vectors(factor)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        vector = ir.VectorType(number, lanes)
-        there, here = (builder.inttoptr(address, vector.as_pointer()) for address in args[:2])
-        factors = ir.Constant(vector, ir.Undefined)
-        for lane in range(lanes):
-            factors = builder.insert_element(factors, args[2], ir.Constant(ir.IntType(32), lane))
-        values = builder.fmul(builder.load(here, align=VECTOR_BYTES // lanes), factors)
-        store = builder.store(values, there, align=VECTOR_BYTES)
-        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        vectors.stream(builder, vectors.scaled(builder, args[1], args[2]), args[0])
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, factor), generate
 
 
 @intrinsic
-def _fence(typing_context: Any) -> Any:
+def stream_sum(typing_context: Any, to: Any, other: Any, start: Any, factor: Any) -> Any:
+    """Add one vector of values times ``factor`` to that at ``other``; the sum goes there, and past the cache to ``to``.
+
+    Both are aligned to a vector. The product is rounded before it is added, as if it had been in memory meanwhile.
+    """
+    vectors = _Vectors(factor)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        there = vectors.place(builder, args[1])
+        values = vectors.scaled(builder, args[2], args[3])
+        total = builder.fadd(values, builder.load(there, align=VECTOR_BYTES))
+        builder.store(total, there, align=VECTOR_BYTES)
+        vectors.stream(builder, total, args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, factor), generate
+
+
+@intrinsic
+def fence(typing_context: Any) -> Any:
     """Let no later store be seen before the streamed ones."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -58,7 +91,7 @@ def _fence(typing_context: Any) -> Any:
 def _stream_all(to: int, start: int, num_vectors: int, factor: float) -> None:
     for index in range(num_vectors):
         _stream(to + index * VECTOR_BYTES, start + index * VECTOR_BYTES, factor)
-    _fence()
+    fence()
 
 
 _FACTORS: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float64: np.float64}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsync.comm.base import REDUCE_OPS, Communicator
+from gradsync.comm.base import REDUCE_OPS, Communicator, Loan
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64)
 PATIENCE_S = 20.0
@@ -63,6 +63,31 @@ def all_reduce_overwrites_with_the_reduction(comm: Communicator) -> list[Tensor]
                 comm.all_reduce(t, op=op).wait()
                 assert_reduced(t, values, op)
                 results.append(t)
+    return results
+
+
+@contract
+def what_a_rank_lends_is_summed_to_the_same_bits(comm: Communicator) -> list[Tensor]:
+    results = []
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for numel in (1, 100, 10_003):
+            values = inputs(comm.world_size, (numel,), dtype, seed=numel)[comm.rank]
+            plain, lending = (comm.allocate(numel, dtype, torch.device("cpu")) for _ in range(2))
+            plain.copy_(values * 0.3)
+            lending.copy_(plain)
+            first, end = comm.own_part(lending)
+            third = (end - first) // 3 // 64 * 64
+            loans = []
+            for start, stop in ((first, first + third), (first + 2 * third, end)):  # what is between is in the buffer
+                loans.append(Loan(start, values[start:stop].clone(), 0.3))
+                lending[start:stop] = torch.nan
+            comm.all_reduce(plain).wait()
+            comm.all_reduce_lent(lending, loans[::-1]).wait()
+            assert torch.equal(lending, plain)
+            results.append(lending)
+    whole = comm.allocate(5, torch.float32, torch.device("cpu")).fill_(torch.nan)
+    Communicator.all_reduce_lent(comm, whole, [Loan(0, torch.arange(5.0), 0.5)]).wait()  # where nothing is lent
+    assert torch.equal(whole, torch.arange(5.0) * 0.5 * comm.world_size)
     return results
 
 

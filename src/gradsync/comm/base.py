@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -51,6 +52,15 @@ class Finished(Work):
 
     def done(self) -> bool:
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """Values that belong into a buffer, from ``first`` on and times ``factor``, and lie elsewhere as yet."""
+
+    first: int
+    values: Tensor  # flat
+    factor: float
 
 
 class Communicator(abc.ABC):
@@ -135,6 +145,16 @@ class Communicator(abc.ABC):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A zeroed flat tensor for an engine's bucket; a transport may place it where it need not be copied."""
         return torch.zeros(numel, dtype=dtype, device=device)
+
+    def own_part(self, buffer: Tensor) -> tuple[int, int]:
+        """The values of an allocated buffer that this rank sums for all (from, to): these it may lend."""
+        return 0, 0
+
+    def all_reduce_lent(self, buffer: Tensor, loans: Sequence[Loan]) -> Work:
+        """Sum a buffer over all ranks, of which some values of this rank's ``own_part`` still lie elsewhere."""
+        for loan in loans:
+            torch.mul(loan.values, loan.factor, out=buffer[loan.first : loan.first + loan.values.numel()])
+        return self.all_reduce(buffer)
 
     def clone(self) -> Communicator:
         """The same ranks with an order of collectives of their own: what each synchronizer takes for itself.

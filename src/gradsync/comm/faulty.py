@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from gradsync.comm.base import Communicator, ReduceOp, Work
+from gradsync.comm.base import Communicator, Loan, ReduceOp, Work
 from gradsync.comm.forwarding import Forwarding
 from gradsync.errors import PeerLost
 
@@ -162,6 +162,9 @@ class Faulty(Forwarding):
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
         return self._unless_silent("all_reduce", lambda: self.inner.all_reduce(tensor, op=op))
+
+    def all_reduce_lent(self, buffer: Tensor, loans: Sequence[Loan]) -> Work:
+        return self._unless_silent("all_reduce", lambda: self.inner.all_reduce_lent(buffer, loans))
 
     def all_gather(self, tensor: Tensor, *, out: Tensor) -> Work:
         return self._unless_silent("all_gather", lambda: self.inner.all_gather(tensor, out=out))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradsync.comm.base import Communicator, ReduceOp, Work
+from gradsync.comm.base import Communicator, Loan, ReduceOp, Work
 from gradsync.comm.lifeline import Lifeline
 
 
@@ -57,6 +57,12 @@ class Forwarding(Communicator):
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.inner.allocate(numel, dtype, device)
+
+    def own_part(self, buffer: Tensor) -> tuple[int, int]:
+        return self.inner.own_part(buffer)
+
+    def all_reduce_lent(self, buffer: Tensor, loans: Sequence[Loan]) -> Work:
+        return self.inner.all_reduce_lent(buffer, loans)
 
     def close(self) -> None:
         self.inner.close()

@@ -12,11 +12,13 @@ import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradsync.comm.base import Communicator
+from gradsync.comm.large_pages import map_shared, use_large_pages
 from gradsync.comm.objects import broadcast_object
 
 PAGE_BYTES = mmap.PAGESIZE
@@ -34,7 +36,7 @@ def host_identity() -> list[str]:
 class Segment:
     """One part a rank, each a whole number of pages, in one mapping that all ranks have. Made by :func:`share`."""
 
-    def __init__(self, mapping: mmap.mmap, num_ranks: int, bytes_per_rank: int) -> None:
+    def __init__(self, mapping: Any, num_ranks: int, bytes_per_rank: int) -> None:
         self._mapping = mapping
         self.num_ranks = num_ranks
         self.bytes_per_rank = bytes_per_rank
@@ -49,6 +51,10 @@ class Segment:
             return torch.empty(0, dtype=dtype)
         offset = rank * self.bytes_per_rank + offset_bytes
         return torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=offset)
+
+    def use_large_pages(self) -> None:
+        """Put it on large pages where that can be. By then all ranks have written to it, each to its own part."""
+        use_large_pages(self.address, self.num_ranks * self.bytes_per_rank)
 
     def views(self, numel: int, dtype: torch.dtype, *, offset_bytes: int = 0) -> Sequence[Tensor]:
         return [self.view(rank, numel, dtype, offset_bytes=offset_bytes) for rank in range(self.num_ranks)]
@@ -72,7 +78,7 @@ def share(comm: Communicator, num_bytes: int) -> Segment:
             except FileNotFoundError:
                 comm.barrier()  # the maker has died meanwhile, and this says so better
                 raise
-        mapping = mmap.mmap(descriptor, total)
+        mapping = map_shared(descriptor, total)
         comm.barrier()  # the maker's descriptor must stay until all have opened it
     finally:
         if descriptor >= 0:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradsync.comm.base import Communicator, Finished, ReduceOp, Work, check_contiguous, check_op, check_rows
+from gradsync.comm.base import Communicator, Finished, Loan, ReduceOp, Work, check_contiguous, check_op, check_rows
 from gradsync.comm.c10d import C10d
 from gradsync.comm.lifeline import Lifeline
 from gradsync.comm.segment import Segment, share
@@ -59,8 +59,8 @@ from gradsync.comm.shm_kernels import (
     reduce_eagerly,
     slice_start,
 )
-from gradsync.comm.shm_sums import sum_address
-from gradsync.comm.shm_work import InPlace, Mail, ShmWork, Staged
+from gradsync.comm.shm_sums import LENT, sum_address
+from gradsync.comm.shm_work import InPlace, Lent, Mail, ShmWork, Staged
 from gradsync.comm.spinning import spinning_of
 from gradsync.comm.watch import Watch
 
@@ -168,6 +168,19 @@ class Shm(Communicator):
         kind = SLICES if self._in_slices and tensor.nbytes > SLOT_BYTES else DIRECT
         return self._stage(what, kind, tensor, tensor, tensor.nbytes // item, item, sum_rows=sum_rows)
 
+    def all_reduce_lent(self, buffer: Tensor, loans: Sequence[Loan]) -> Work:
+        ordered = sorted((loan for loan in loans if loan.values.numel()), key=lambda loan: loan.first)
+        if not ordered:
+            return self.all_reduce(buffer)
+        own = self.own_part(buffer)
+        _check_loans(ordered, own)
+        what, sum_rows = "all_reduce(sum)", self._find_sum(buffer.dtype, "sum")[0]
+        floor, rows = self._rows_of(what, buffer)
+        with self._lock:
+            call = self._watch.enter(what)
+            self._watch.raise_if_lost(call)
+            return self._begin(Lent(self, floor, call, buffer, rows, sum_rows, own, ordered))
+
     def all_gather(self, tensor: Tensor, *, out: Tensor) -> Work:
         check_rows(out, tensor, self.world_size, ("out", "tensor"))
         return self._stage("all_gather", GATHER, tensor, out, tensor.numel(), tensor.itemsize)
@@ -232,7 +245,10 @@ class Shm(Communicator):
         """A bucket in shared memory, zeroed by its own rank so that its pages are near. Blocks: all ranks call it."""
         if device.type != "cpu" or numel == 0:
             return super().allocate(numel, dtype, device)
-        return self.reserve(numel, dtype).zero_()
+        buffer = self.reserve(numel, dtype).zero_()
+        self._base.barrier()
+        self._allocated[buffer.data_ptr()][0].use_large_pages()
+        return buffer
 
     def reserve(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor in shared memory, which takes none before it is written to. Blocks: all ranks call it."""
@@ -260,21 +276,29 @@ class Shm(Communicator):
         """Give everybody this rank's slice of its ``buffer``, and take theirs, to ``out`` if that is given."""
         return self._in_place("share_slice", buffer, 0, SHARE, lanes, out)
 
+    def own_part(self, buffer: Tensor) -> tuple[int, int]:
+        lends = buffer.data_ptr() in self._allocated and buffer.dtype in LENT and self.world_size > 1
+        return self.slice_of(buffer.numel()) if lends else (0, 0)
+
     def _in_place(
         self, what: str, tensor: Tensor, sum_rows: int, mode: int, lanes: int | None = None, out: Tensor | None = None
     ) -> Work:
+        floor, rows = self._rows_of(what, tensor)
+        slices = (mode, lanes or self.world_size, tensor if out is None else out)
+        with self._lock:
+            call = self._watch.enter(what)
+            self._watch.raise_if_lost(call)
+            return self._begin(InPlace(self, floor, call, tensor, rows, sum_rows, *slices))
+
+    def _rows_of(self, what: str, tensor: Tensor) -> tuple[Floor, np.ndarray]:
+        """The addresses of everybody's part of what ``allocate`` gave."""
         floor = self._open_floor(what, tensor)
         start = tensor.untyped_storage().data_ptr()
         segment, num_bytes = self._allocated.get(start, (None, 0))
         at = tensor.data_ptr() - start
         if segment is None or at + tensor.nbytes > num_bytes:
             raise ValueError(f"{what} takes what allocate() gave, or a part of it; got another tensor.")
-        rows = np.array([segment.address_of(rank) + at for rank in range(self.world_size)])
-        slices = (mode, lanes or self.world_size, tensor if out is None else out)
-        with self._lock:
-            call = self._watch.enter(what)
-            self._watch.raise_if_lost(call)
-            return self._begin(InPlace(self, floor, call, tensor, rows, sum_rows, *slices))
+        return floor, np.array([segment.address_of(rank) + at for rank in range(self.world_size)])
 
     # -- moving on ------------------------------------------------------------------------------------------------
 
@@ -403,3 +427,12 @@ class Shm(Communicator):
         """As this rank leaves: work that it began moves on no more."""
         if self._queue:
             self._watch.retract(self._queue[0].call)
+
+
+def _check_loans(ordered: Sequence[Loan], own: tuple[int, int]) -> None:
+    """Refuse loans that other ranks would have to read, or that overlap."""
+    done = own[0]
+    for loan in ordered:
+        if loan.first < done or loan.first + loan.values.numel() > own[1]:
+            raise ValueError(f"a rank lends values of its own_part() {own}, each once; got some from {loan.first} on.")
+        done = loan.first + loan.values.numel()

@@ -173,6 +173,12 @@ def in_place(
     return phase
 
 
+@numba.njit("void(i8, i8, i8, i8, i8)", nogil=True, cache=True)
+def sum_everywhere(sum_rows: int, rows: int, num_rows: int, first: int, end: int) -> None:
+    """Sum some values of the buffers at ``rows`` into all of them."""
+    call_sum(sum_rows, rows, num_rows, 0, first, end)
+
+
 # -- anything else: through the slots ---------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from gradsync.comm.shm_atomics import as_bits, as_float, numba, pointer
+from gradsync.streaming import VECTOR_BYTES, fence, stream_sum
 
 SUM, MAX, MIN = range(3)
 BLOCK = 2048  # values summed at a time: of 8 ranks they still fit the first-level cache
@@ -105,6 +106,63 @@ def _native_sum(kind: Any, code: int) -> Callable[..., None]:
                     total[i] = _combine(total[i], row[i], code)
             for rank in range(num_rows if out == 0 else 1):
                 row = numba.carray(pointer((inputs[rank] if out == 0 else out) + at), width, kind)
+                for i in range(width):
+                    row[i] = total[i]
+
+    return sum_rows
+
+
+# -- where this rank's values lie elsewhere ---------------------------------------------------------------------------
+
+LENT = {torch.float32: (np.float32, "f4"), torch.float64: (np.float64, "f8")}
+
+
+@functools.cache
+def lent_sum(dtype: torch.dtype) -> Callable[..., None]:
+    """A compiled ``(rows, num_rows, rank, lent, factor, first, end)``: sums as the others do, into every input.
+
+    But the values of row ``rank`` are those from ``lent`` on, times ``factor``. The bits are those of a sum of values
+    that were multiplied before, so it makes no difference to the result whether a gradient was lent.
+    """
+    kind, name = LENT[dtype]
+    signature = f"void(i8, i8, i8, i8, {name}, i8, i8)"
+    compiled: Callable[..., None] = numba.njit(signature, nogil=True, cache=True)(_lent_sum(kind))
+    return compiled
+
+
+def _lent_sum(kind: Any) -> Callable[..., None]:
+    item = np.dtype(kind).itemsize
+    lanes = VECTOR_BYTES // item
+
+    def sum_rows(rows: int, num_rows: int, rank: int, lent: int, factor: float, first: int, end: int) -> None:
+        inputs = numba.carray(pointer(rows), num_rows, np.int64)
+        start, count = first * item, end - first
+        if num_rows == 2:
+            mine, other = inputs[rank] + start, inputs[1 - rank] + start
+            num_vectors = count // lanes
+            for index in range(num_vectors):
+                at = index * VECTOR_BYTES
+                stream_sum(mine + at, other + at, lent + at, factor)
+            fence()
+            at, rest = num_vectors * VECTOR_BYTES, count - num_vectors * lanes
+            a = numba.carray(pointer(lent + at), rest, kind)
+            b = numba.carray(pointer(other + at), rest, kind)
+            c = numba.carray(pointer(mine + at), rest, kind)
+            for i in range(rest):
+                value = a[i] * factor + b[i]
+                b[i] = value
+                c[i] = value
+            return
+        total = np.empty(BLOCK, kind)
+        for done in range(0, count, BLOCK):
+            at, width = start + done * item, min(BLOCK, count - done)
+            for peer in range(num_rows):
+                row = numba.carray(pointer(lent + done * item if peer == rank else inputs[peer] + at), width, kind)
+                scale = factor if peer == rank else kind(1.0)
+                for i in range(width):
+                    total[i] = row[i] * scale if peer == 0 else total[i] + row[i] * scale
+            for peer in range(num_rows):
+                row = numba.carray(pointer(inputs[peer] + at), width, kind)
                 for i in range(width):
                     row[i] = total[i]
 

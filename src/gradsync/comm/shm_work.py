@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import memmove
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from gradsync.comm.base import Work
+from gradsync.comm.base import Loan, Work
 from gradsync.comm.shm_floor import Floor
 from gradsync.comm.shm_kernels import (
+    ARRIVED,
+    DONE,
+    EVERYWHERE,
+    HAS_ARRIVED,
     HAS_SUMMED,
     IS_OVER,
     MAIL,
@@ -19,12 +24,16 @@ from gradsync.comm.shm_kernels import (
     RECEIVED,
     SENT,
     STATE_WORDS,
+    all_at,
     in_place,
+    publish,
     ring,
     store,
+    sum_everywhere,
     through_slots,
     wait_all,
 )
+from gradsync.comm.shm_sums import lent_sum
 from gradsync.comm.watch import Call
 
 
@@ -85,14 +94,61 @@ class InPlace(ShmWork):
         self._phase = NOT_YET
 
     def advance(self, spins: int) -> bool:
-        self._phase = in_place(*self._work, self._number, self._phase, spins)
+        self._move_on(spins)
         self.over = self._phase == IS_OVER
         return self.over
 
     def do_own_part(self) -> bool:
         """Arrive, and if all have, do what is this rank's to do; True once that is done."""
-        self._phase = in_place(*self._work, self._number, self._phase, 1)
+        self._move_on(1)
         return bool(self._phase >= HAS_SUMMED)
+
+    def _move_on(self, spins: int) -> None:
+        self._phase = in_place(*self._work, self._number, self._phase, spins)
+
+
+class Lent(InPlace):
+    """An all-reduce of buffers in shared memory, some values of which this rank sums from where they lie."""
+
+    def __init__(
+        self,
+        mover: Mover,
+        floor: Floor,
+        call: Call,
+        tensor: torch.Tensor,
+        rows: np.ndarray,
+        sum_rows: int,
+        own: tuple[int, int],
+        loans: Sequence[Loan],
+    ) -> None:
+        super().__init__(mover, floor, call, tensor, rows, sum_rows, EVERYWHERE, floor.world_size, tensor)
+        self._sum_rows = sum_rows
+        self._sum_lent = lent_sum(tensor.dtype)
+        self._own = own
+        self._loans = loans
+
+    def _move_on(self, spins: int) -> None:
+        floor = self._floor
+        if self._phase == NOT_YET:
+            publish(floor.address, ARRIVED, self._number)
+            self._phase = HAS_ARRIVED
+        if self._phase == HAS_ARRIVED and all_at(floor.address, ARRIVED, self._number, spins):
+            self._sum()
+            publish(floor.address, DONE, self._number)
+            self._phase = HAS_SUMMED
+        if self._phase >= HAS_SUMMED:
+            super()._move_on(spins)
+
+    def _sum(self) -> None:
+        rows, num_rows, rank = self._rows.ctypes.data, self._floor.world_size, self._floor.rank
+        done, end = self._own
+        for loan in self._loans:
+            stop = loan.first + loan.values.numel()
+            sum_everywhere(self._sum_rows, rows, num_rows, done, loan.first)
+            self._sum_lent(rows, num_rows, rank, loan.values.data_ptr(), loan.factor, loan.first, stop)
+            done = stop
+        sum_everywhere(self._sum_rows, rows, num_rows, done, end)
+        self._loans = ()  # their owner may have the memory back
 
 
 class Staged(ShmWork):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from gradsync.comm.base import Communicator, Finished, ReduceOp, Work
+from gradsync.comm.base import Communicator, Finished, Loan, ReduceOp, Work
 from gradsync.comm.forwarding import Forwarding
 from gradsync.profiling.raw import Op
 
@@ -33,6 +34,10 @@ class Watched(Forwarding):
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
         begun = self._begin("all_reduce", tensor)
         return self._started(begun, self.inner.all_reduce(tensor, op=op))
+
+    def all_reduce_lent(self, buffer: Tensor, loans: Sequence[Loan]) -> Work:
+        begun = self._begin("all_reduce", buffer)
+        return self._started(begun, self.inner.all_reduce_lent(buffer, loans))
 
     def all_gather(self, tensor: Tensor, *, out: Tensor) -> Work:
         begun = self._begin("all_gather", tensor)

@@ -114,7 +114,7 @@ class Adasum(Reducer):
             flat[:numel].div_(bucket.factor)
         for slot in bucket.slots:
             if slot.fresh is not None:  # not multiplied yet, so there is nothing to undo, and no rounding
-                start = slot.flat.storage_offset() - bucket.storage.storage_offset()
+                start = slot.start
                 flat[start : start + slot.flat.numel()].copy_(slot.source)
 
     def _take(self, desk: _Desk, bucket: Bucket) -> None:

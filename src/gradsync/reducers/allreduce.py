@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gradsync import spec
-from gradsync.bucket import Bucket
+from gradsync.bucket import Bucket, BucketPlan
 from gradsync.comm.base import Communicator, Work
 from gradsync.reducers.base import Reducer
 
@@ -19,8 +19,20 @@ class Plain(Reducer):
     1
     """
 
+    def attach(self, plan: BucketPlan, comm: Communicator) -> None:
+        super().attach(plan, comm)
+        self.reads_fresh_gradients = False
+        for bucket in plan.buckets:
+            first, end = comm.own_part(bucket.storage)
+            self.reads_fresh_gradients |= end > first
+            for slot in bucket.slots:
+                slot.keep_only(first, end)
+
     def reduce(self, bucket: Bucket, comm: Communicator) -> Iterator[Work]:
-        yield comm.all_reduce(bucket.storage)
+        work = comm.all_reduce_lent(bucket.storage, [slot.loan() for slot in bucket.slots if slot.fresh is not None])
+        for slot in bucket.slots:
+            slot.release()
+        yield work
 
     def bytes_sent(self, bucket: Bucket, world_size: int) -> int:
         return 2 * (world_size - 1) * bucket.num_bytes // world_size  # what a ring sends: the least there is

@@ -74,7 +74,7 @@ class Layout:
         self.matrices: list[Matrix] = []
         self.numel = self.left_numel = self.right_numel = 0
         for matrix in sorted(chosen, key=lambda matrix: (matrix.rows, matrix.cols)):
-            at = int(matrix.slot.flat.storage_offset() - bucket.buffer.storage_offset())
+            at = matrix.slot.start
             self.matrices.append(
                 replace(matrix, at=at, start=self.numel, lefts=self.left_numel, rights=self.right_numel)
             )

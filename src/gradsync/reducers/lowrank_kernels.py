@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from gradsync.comm.shm_atomics import pointer
-from gradsync.streaming import VECTOR_BYTES, _fence, _stream
+from gradsync.streaming import VECTOR_BYTES, _stream, fence
 
 numba: Any = importlib.import_module("numba")
 
@@ -116,7 +116,7 @@ def _add_outer(some: Any, cols: int, count: int, left: Any, rank: int, at: int, 
 
 @_alike
 def _put(to: Any, row: Any) -> None:
-    """Copy a row past the cache, where it lies right for that: it is not read soon. One ``_fence`` comes after all."""
+    """Copy a row past the cache, where it lies right for that: it is not read soon. One ``fence`` comes after all."""
     there, here, num_bytes = to.ctypes.data, row.ctypes.data, to.size * to.itemsize
     if there % VECTOR_BYTES == 0 and num_bytes % VECTOR_BYTES == 0:
         one = to.dtype.type(1)
@@ -155,7 +155,7 @@ def gather_left(
             _renew(row, residual[i * cols : (i + 1) * cols], values[i * cols : (i + 1) * cols], gain)
             _project(row, q, rank, p, i, rows)
             _put(after[start + i * cols : start + (i + 1) * cols], row)
-    _fence()
+    fence()
 
 
 @_compiled
@@ -180,7 +180,7 @@ def gather_right(
                 _renew(row, residual[first:end], values[first:end], gain)
             _add_outer(scratch[: count * cols], cols, count, p, rank, i, rows, q)
             _put(after[start + i * cols : start + (i + count) * cols], scratch[: count * cols])
-    _fence()
+    fence()
 
 
 @_compiled
@@ -209,7 +209,7 @@ def expand(left: Any, right: Any, buffer: Any, gain: Any, rank: int, scratch: An
                 for j in range(cols):
                     row[j] *= gain
             _put(buffer[at + i * cols : at + (i + 1) * cols], row)
-    _fence()
+    fence()
 
 
 @_compiled

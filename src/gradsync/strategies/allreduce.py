@@ -59,8 +59,8 @@ class AllReduce(Strategy):
 
     def attach(self, plan: BucketPlan, comm: Communicator) -> None:
         super().attach(plan, comm)
-        self.reads_fresh_gradients = self.reducer.reads_fresh_gradients and comm.world_size > 1
         self.reducer.attach(plan, comm)
+        self.reads_fresh_gradients = self.reducer.reads_fresh_gradients and comm.world_size > 1
         self._watched = self.recorder.watch(comm)
 
     def close(self) -> None:

@@ -316,5 +316,5 @@ def _slots(buckets: Sequence[Bucket]) -> Iterator[Slot]:
 
 
 def _place(slot: Slot) -> slice:
-    first = slot.flat.storage_offset() - slot.bucket.buffer.storage_offset()
+    first = slot.start
     return slice(first, first + slot.flat.numel())
