@@ -49,6 +49,50 @@ def reference(world: int, steps: int, every: int, shares: list[float], **rates: 
     return [params_of(replica) for replica in replicas]
 
 
+def test_adam_steps_with_what_a_ranks_own_batch_bears() -> None:
+    def first_step(comm: Communicator, text: str) -> tuple[list[Tensor], float]:
+        model = build()
+        optimizer = adamw(model)
+        before = params_of(model)
+        with gradsync.synchronize(model, optimizer, text, comm=comm):
+            step_once(model, optimizer, comm.rank, 0)
+            seen = optimizer.param_groups[0]["lr"]
+        return [after - old for after, old in zip(params_of(model), before, strict=True)], seen
+
+    for world in (1, 4):
+        same = run_ranks(world, lambda comm: first_step(comm, "diloco(every=100, rate='same', inner_warmup=0)"))
+        alone = run_ranks(world, lambda comm: first_step(comm, "diloco(every=100, inner_warmup=0)"))
+        for (long, _), (short, seen) in zip(same, alone, strict=True):
+            factor = world**-0.5
+            assert all(torch.allclose(b, a * factor, rtol=1e-9) for a, b in zip(long, short, strict=True))
+            assert seen == 0.01, "the user's schedule finds its own rate"
+
+
+@pytest.mark.parametrize(
+    ("text", "world", "make", "lengths"),
+    [
+        ("diloco(every=2, rate='same')", 2, adamw, [0.25, 0.5, 0.75, 1.0, 1.0]),
+        ("diloco(every=2, rate='same', inner_warmup=2)", 2, adamw, [0.5, 1.0, 1.0, 1.0, 1.0]),
+        ("diloco(every=2)", 1, adamw, [1.0] * 5),
+        ("diloco(every=2)", 2, sgd, [1.0] * 5),
+    ],
+)
+def test_the_inner_rate_warms_up_over_two_rounds(text: str, world: int, make: Any, lengths: list[float]) -> None:
+    def rates(comm: Communicator) -> list[float]:
+        model = build()
+        optimizer = make(model)
+        used: list[float] = []
+        with gradsync.synchronize(model, optimizer, text, comm=comm):
+            optimizer.register_step_pre_hook(lambda *_: used.append(optimizer.param_groups[0]["lr"]))
+            given = optimizer.param_groups[0]["lr"]
+            for step in range(len(lengths)):
+                step_once(model, optimizer, comm.rank, step)
+        return [rate / given for rate in used]
+
+    for used in run_ranks(world, rates):
+        assert used == pytest.approx(lengths)
+
+
 @pytest.mark.parametrize("world", [1, 3])
 def test_it_is_the_users_steps_and_an_outer_one_by_samples(world: int) -> None:
     shares = [(rank + 1) / sum(range(world + 1)) for rank in range(world)]

@@ -8,8 +8,10 @@ from typing import Any
 from gradsync import spec
 from gradsync.reducers.compressed import Compressed
 from gradsync.reducers.rules import CodecRule
+from gradsync.strategies.inner_rate import Rate
 from gradsync.strategies.periodic import Periodic
 
+WARM_ROUNDS = 2  # over which the inner learning rate comes to its length
 DAMPED_LATER = 4  # times the exchanges that momentum has to come to its full length
 
 
@@ -33,6 +35,12 @@ class DiLoCo(Periodic):
         codec: what differences are compressed by, with feedback of what it leaves out. They bear a lot: try ``int4``.
         overlap: steps that go on while an exchange is under way. Higher => a slower wire is hidden, and its result is
             older. Unless said 0 for one fragment, and a quarter of the steps between two exchanges for more.
+        rate: "alone" divides the inner learning rate by √n where n ranks train: it is taken to be chosen for the batch
+            of all ranks, and a rank's own is noisier. The outer momentum makes up for the shorter steps. "same" leaves
+            it as it is. Unless said "alone" for Adam and its like, "same" for others.
+        inner_warmup: steps over which the inner learning rate comes to its length. Higher => a safer start. Unless said
+            two rounds, but none if ``rate`` is not said either and the optimizer is not of Adam's kind. 0 where the
+            script warms up by itself.
 
     >>> import gradsync, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -58,6 +66,8 @@ class DiLoCo(Periodic):
         fragments: int = 1,
         codec: CodecRule | None = None,
         overlap: int | None = None,
+        rate: Rate | None = None,
+        inner_warmup: int | None = None,
     ) -> None:
         if not (math.isfinite(outer_lr) and outer_lr > 0):
             raise ValueError(f"outer_lr must be above 0; got {outer_lr=}.")
@@ -65,10 +75,21 @@ class DiLoCo(Periodic):
             raise ValueError(f"outer_momentum must be from 0 to below 1; got {outer_momentum=}.")
         if outer_warmup < 0:
             raise ValueError(f"outer_warmup is a number of exchanges, 0 or more; got {outer_warmup=}.")
+        if inner_warmup is not None and inner_warmup < 0:
+            raise ValueError(f"inner_warmup is a number of steps, 0 or more; got {inner_warmup=}.")
         chosen = overlap
         if chosen is None:
             chosen = 0 if fragments == 1 else max(1, every // max(1, fragments) // 4)
-        super().__init__(every=every, codec=codec, fragments=fragments, overlap=chosen, rates=self.rates)
+        super().__init__(
+            every=every,
+            codec=codec,
+            fragments=fragments,
+            overlap=chosen,
+            rates=self.rates,
+            rate=rate,
+            inner_warmup=WARM_ROUNDS * every if inner_warmup is None else inner_warmup,
+        )
+        self.inner_warmup = inner_warmup
         self.outer_lr = outer_lr
         self.outer_momentum = outer_momentum
         self.outer_warmup = outer_warmup
@@ -84,6 +105,8 @@ class DiLoCo(Periodic):
             "fragments": self.fragments,
             "codec": self._reducer.rules.written() if isinstance(self._reducer, Compressed) else None,
             "overlap": self.overlap,
+            "rate": self._inner.rate,
+            "inner_warmup": self.inner_warmup,
         }
 
     def rates(self, step: int) -> tuple[float, float]:

@@ -17,10 +17,9 @@ from gradsync.slot import SparseSlot
 from gradsync.strategies.allreduce import AllReduce
 from gradsync.strategies.attendance import Attendance
 from gradsync.strategies.base import Verdict
-from gradsync.strategies.inner_rate import InnerRate, Rate
+from gradsync.strategies.inner_rate import Rate
 from gradsync.strategies.optimizer_state import average_state, averaged_values
 from gradsync.strategies.periodic import Periodic
-from gradsync.training import Training
 
 SCHEDULES = ("fixed", "quadratic")
 OPTIMIZER_STATES = ("keep", "average")
@@ -66,7 +65,7 @@ class LocalSGD(Periodic):
         reducer: Reducer | str | None = None,
         rate: Rate = "same",
     ) -> None:
-        super().__init__(every=every, codec=codec, reducer=reducer, keeps_unsent=True)
+        super().__init__(every=every, codec=codec, reducer=reducer, keeps_unsent=True, rate=rate)
         if exact_steps < 0:
             raise ValueError(f"exact_steps is a number of steps, 0 or more; got {exact_steps=}.")
         if schedule not in SCHEDULES:
@@ -75,7 +74,6 @@ class LocalSGD(Periodic):
             raise ValueError(f"max_every must be at least every; got {max_every=} {every=}.")
         if optimizer_state not in OPTIMIZER_STATES:
             raise ValueError(f"optimizer_state must be one of {', '.join(OPTIMIZER_STATES)}; got {optimizer_state!r}.")
-        self._inner = InnerRate(rate)
         self.exact_steps = exact_steps
         self.schedule = schedule
         self.max_every = max_every
@@ -101,10 +99,6 @@ class LocalSGD(Periodic):
         if self._codec is not None and isinstance(self._reducer, Compressed):
             return {"codec": self._reducer.rules.written()}
         return {"reducer": None if type(self._reducer) is Plain else self._reducer}
-
-    def meet(self, training: Training) -> None:
-        super().meet(training)
-        self._inner.meet(training.optimizer)
 
     # -- the exact beginning --------------------------------------------------------------------------------------
 
@@ -143,9 +137,7 @@ class LocalSGD(Periodic):
             self._exact.after_backward()
 
     def before_step(self, step: int) -> Verdict:
-        if not self.together:
-            self._inner.raise_for(self.comm.world_size)
-        return Verdict.APPLY
+        return Verdict.APPLY if self.together else super().before_step(step)
 
     def after_step(self, step: int) -> None:
         self._inner.restore()
@@ -219,6 +211,5 @@ class LocalSGD(Periodic):
         self._peaks = [float(rate) for rate in state["peaks"]]
 
     def close(self) -> None:
-        self._inner.restore()
         self._exact.close()
         super().close()

@@ -21,7 +21,9 @@ from gradsync.reducers.compressed import Compressed
 from gradsync.reducers.rules import CodecRule
 from gradsync.replicas import hyperparameter_checksum
 from gradsync.strategies.attendance import FOLLOW, SETTLE, Attendance, Word
+from gradsync.strategies.base import Verdict
 from gradsync.strategies.exchange import Exchange, OuterRates
+from gradsync.strategies.inner_rate import InnerRate, Rate
 from gradsync.strategies.local import Local
 from gradsync.training import Training
 
@@ -88,6 +90,8 @@ class Periodic(Local):
         overlap: int = 0,
         rates: OuterRates | None = None,
         keeps_unsent: bool = False,
+        rate: Rate | None = "same",
+        inner_warmup: int = 0,
     ) -> None:
         super().__init__()
         if every < 1:
@@ -116,6 +120,7 @@ class Periodic(Local):
         self._reducer: Reducer = Plain() if codec is None else Compressed(codec)
         if reducer is not None:
             self._reducer = spec.resolve(reducer, "reducer")
+        self._inner = InnerRate(rate, inner_warmup)
         self._training: Training
         self._exchange: Exchange | None = None
         self._flight: Flight | None = None
@@ -129,6 +134,7 @@ class Periodic(Local):
 
     def meet(self, training: Training) -> None:
         self._training = training
+        self._inner.meet(training.optimizer)
 
     def attach(self, plan: BucketPlan, comm: Communicator) -> None:
         super().attach(plan, comm)
@@ -153,7 +159,12 @@ class Periodic(Local):
         wanted = {*names, *self._exchange.anchors}
         self._exchange.cover({name: param for name, param in self._training.params.items() if name in wanted})
 
+    def before_step(self, step: int) -> Verdict:
+        self._inner.scale_for(self.comm.world_size, self._clock)
+        return Verdict.APPLY
+
     def after_step(self, step: int) -> None:
+        self._inner.restore()
         assert self.header is not None, "a backward came before"
         self._tick(self.header.weight)
 
@@ -364,6 +375,7 @@ class Periodic(Local):
         return state.get("exchange") is not None
 
     def close(self) -> None:
+        self._inner.restore()
         if self._flight is not None:
             self._flight.abandon(CLOSE_S)
         if self._exchange is not None:
