@@ -22,7 +22,7 @@ from gradsync.bucket import MIB
 Allow = Literal["exact", "all"] | Sequence[str]
 
 MARGIN = 0.05  # what is not faster by this is not worth a change, nor within what the model can tell
-RESIZED = 0.2  # of the margin, for another bucket size: a number to change, and the model errs alike for both
+RESIZED = 0.2  # of the margin, for a bucket size that leaves less to wait for: see `_best`
 WORTH_NAMING = 0.03  # of the step: below it synchronization is not what the step's time goes to
 WORLD_SIZES = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -132,8 +132,8 @@ def advise(
             be recommended beside exact ones.
         choices: to look at; what ran is always one of them.
         recorded_on: the network on which the step was recorded, if that is another.
-        margin: by how much a choice must be faster to be worth a change; a fifth of it is enough for another bucket
-            size. Higher => "change nothing" more often.
+        margin: by how much a choice must be faster to be worth a change; a fifth of it is enough for a bucket size
+            that leaves less to wait for. Higher => "change nothing" more often.
 
     >>> from gradsync.advisor import Gradient, Measurement, Network, advise
     >>> gradients = (Gradient("big", (1000, 1000), ready_s=0.2), Gradient("small", (10,), ready_s=0.3))
@@ -253,8 +253,11 @@ def _best(rows: Sequence[Row], margin: float) -> Row:
     candidates = [row for row in rows if row.allowed]
     least = min(row.rank_by for row in candidates)
     if now.rank_by <= least * (1 + margin):
+        # Another bucket size is but a number to change, and what waits for the last bucket is what the model knows
+        # best. (What fewer, larger collectives save it knows less well: that must bring the whole margin.)
         resized = [row for row in candidates if row.choice.strategy == now.choice.strategy]
-        soonest = min(resized, key=lambda row: row.rank_by)
+        sooner = [row for row in resized if row.exposed_s < now.exposed_s]
+        soonest = min(sooner, key=lambda row: row.rank_by, default=now)
         return soonest if now.rank_by > soonest.rank_by * (1 + RESIZED * margin) else now
     as_good = [row for row in candidates if row.rank_by <= least * (1 + margin / 2)]
     return min(as_good, key=lambda row: (not row.exact, row.rank_by))
