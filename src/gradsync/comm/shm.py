@@ -55,7 +55,6 @@ from gradsync.comm.shm_kernels import (
     WIDE,
     WIDTH,
     num_turns,
-    quick,
     reduce_eagerly,
     slice_start,
 )
@@ -63,6 +62,7 @@ from gradsync.comm.shm_sums import LENT, sum_address
 from gradsync.comm.shm_work import InPlace, Lent, Mail, ShmWork, Staged
 from gradsync.comm.spinning import spinning_of
 from gradsync.comm.watch import Watch
+from gradsync.streaming import quick
 
 NAP_S = 0.05  # how long a rank sleeps before it looks whether a peer is lost
 

@@ -318,9 +318,3 @@ def reduce_eagerly(floor: int, small: int, address: int, spins: int) -> int:
         count = min(SLOT_BYTES, num_bytes - done) // what[WIDE]
         _sum_all(floor, what[SUM], number + turn, address + done, count)
     return turns
-
-
-def quick(kernel: Any) -> Any:
-    """A compiled function without Numba's choice among its signatures: it has but one. Saves 0.1 µs a call."""
-    (signature,) = kernel.signatures
-    return kernel.overloads[signature].entry_point

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from gradsync.comm.shm_atomics import as_bits, as_float, numba, pointer
-from gradsync.streaming import VECTOR_BYTES, fence, stream_sum
+from gradsync.streaming import VECTOR_BYTES, fence, quick, stream_sum
 
 SUM, MAX, MIN = range(3)
 BLOCK = 2048  # values summed at a time: of 8 ranks they still fit the first-level cache
@@ -126,7 +126,7 @@ def lent_sum(dtype: torch.dtype) -> Callable[..., None]:
     """
     kind, name = LENT[dtype]
     signature = f"void(i8, i8, i8, i8, {name}, i8, i8)"
-    compiled: Callable[..., None] = numba.njit(signature, nogil=True, cache=True)(_lent_sum(kind))
+    compiled: Callable[..., None] = quick(numba.njit(signature, nogil=True, cache=True)(_lent_sum(kind)))
     return compiled
 
 
