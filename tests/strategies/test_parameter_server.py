@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gradsync
-from gradsync import spec
 from gradsync.comm import Communicator, run_ranks
-from gradsync.comm.base import Solo
-from gradsync.server.server import Server
 from tests.strategies.served import Net, batch, loss_of
 
 BSP = "parameter_server"
@@ -251,49 +247,6 @@ def test_a_loaded_optimizer_state_goes_to_the_servers() -> None:
 
     for (weight,) in run_ranks(2, run):
         assert weight.flatten().tolist() == pytest.approx([1.0 - 0.1 * 1.9] * 2)
-
-
-def test_a_newcomer_joins_by_address_and_contributes() -> None:
-    server = Server().start()
-    strategy = spec.render(gradsync.strategies.ParameterServer(staleness=None, servers=[server.address]))
-    arrived, done = threading.Event(), threading.Event()
-    all_have_looked = threading.Barrier(3)  # who leaves is counted no more
-
-    def work(comm: Communicator, steps: int) -> dict[str, Any]:
-        model = nn.Linear(1, 1, bias=False).double()
-        with torch.no_grad():
-            model.weight.fill_(0.0)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        with gradsync.synchronize(model, optimizer, strategy, comm=comm) as sync:
-            began_at = model.weight.item()
-            for _ in range(steps):
-                optimizer.zero_grad()
-                model.weight.sum().backward()  # the gradient is 1: the weight counts the pushes
-                optimizer.step()
-            if steps == 5:
-                arrived.set()
-                assert done.wait(20)
-            else:
-                done.set()
-            sync.settle()
-            outcome = {"began": began_at, "ends": model.weight.item(), "clocks": sync.stats()["clocks"]}
-            all_have_looked.wait(20)
-            return outcome
-
-    def newcomer() -> None:
-        assert arrived.wait(20)
-        outcomes.append(work(Solo(timeout_s=20), 3))
-
-    outcomes: list[dict[str, Any]] = []
-    thread = threading.Thread(target=newcomer)
-    thread.start()
-    old = run_ranks(2, lambda comm: work(comm, 5))
-    thread.join(20)
-    server.close()
-    assert outcomes[0]["began"] <= -5
-    for outcome in (*old, *outcomes):
-        assert outcome["ends"] == -13.0
-        assert sorted(outcome["clocks"]) == [0, 1, 2]
 
 
 def test_with_another_number_of_ranks_nothing_that_is_owed_is_lost_or_sent_twice() -> None:
