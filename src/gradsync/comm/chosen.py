@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradsync.comm.algorithms import ALGORITHMS
-from gradsync.comm.base import Communicator, Finished, ReduceOp, Work, check_contiguous, check_op
+from gradsync.comm.base import Communicator, Finished, Loan, ReduceOp, Work, check_contiguous, check_op
 from gradsync.comm.choice import (
     CHOICES,
     FORMAT,
@@ -107,6 +107,11 @@ class Chosen(Forwarding):
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
         return self.all_reduce_by(self.algorithm_for(tensor), tensor, op=op)
+
+    def all_reduce_lent(self, buffer: Tensor, loans: Sequence[Loan]) -> Work:
+        if self.algorithm_for(buffer) == NATIVE:
+            return self.inner.all_reduce_lent(buffer, loans)
+        return Communicator.all_reduce_lent(self, buffer, loans)  # by way of all_reduce above
 
     def algorithm_for(self, tensor: Tensor) -> str:
         """The algorithm that an all-reduce of this tensor takes: the same on all ranks, since sizes agree."""
