@@ -7,19 +7,12 @@ fast where two workers share the memory, and who reads the bucket next is not sl
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# What Numba compiles means other things than the Python it is written in: there is nothing here for a type checker.
-numba: Any = importlib.import_module("numba")
-types: Any = numba.types
-ir: Any = importlib.import_module("llvmlite.ir")
-intrinsic: Any = importlib.import_module("numba.extending").intrinsic
-
-VECTOR_BYTES = 32
+from gradsync.compiled import VECTOR_BYTES, fence, intrinsic, ir, numba, quick, types
 
 
 class _Vectors:
@@ -45,7 +38,7 @@ class _Vectors:
 
 
 @intrinsic
-def _stream(typing_context: Any, to: Any, start: Any, factor: Any) -> Any:
+def stream_scaled(typing_context: Any, to: Any, start: Any, factor: Any) -> Any:
     """Write one vector of values times ``factor``; ``to`` is aligned to a vector."""
     vectors = _Vectors(factor)
 
@@ -75,26 +68,9 @@ def stream_sum(typing_context: Any, to: Any, other: Any, start: Any, factor: Any
     return types.void(types.int64, types.int64, types.int64, factor), generate
 
 
-@intrinsic
-def fence(typing_context: Any) -> Any:
-    """Let no later store be seen before the streamed ones."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(), generate
-
-
-def quick(kernel: Any) -> Any:
-    """A compiled function without Numba's choice among its signatures: it has but one. Saves a microsecond or more."""
-    (signature,) = kernel.signatures
-    return kernel.overloads[signature].entry_point
-
-
 def _stream_all(to: int, start: int, num_vectors: int, factor: float) -> None:
     for index in range(num_vectors):
-        _stream(to + index * VECTOR_BYTES, start + index * VECTOR_BYTES, factor)
+        stream_scaled(to + index * VECTOR_BYTES, start + index * VECTOR_BYTES, factor)
     fence()
 
 

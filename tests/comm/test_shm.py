@@ -19,8 +19,8 @@ import gradsync
 from gradsync.comm import Communicator
 from gradsync.comm.shm import Shm
 from gradsync.comm.shm_atomics import call_sum as call_sum_kernel
-from gradsync.comm.shm_atomics import numba
 from gradsync.comm.shm_sums import sum_address
+from gradsync.compiled import numba
 from tests.ranks import run_processes
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8)

@@ -15,22 +15,19 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gradsync.comm.base import Communicator, Finished, Loan, ReduceOp, Work, check_contiguous, check_op, check_rows
 from gradsync.comm.c10d import C10d
 from gradsync.comm.lifeline import Lifeline
-from gradsync.comm.segment import Segment, share
+from gradsync.comm.shm_buffers import Buffers, Rows
 from gradsync.comm.shm_floor import Floor
 from gradsync.comm.shm_kernels import (
     ALIGN,
     APART,
     BROADCAST,
-    BYTES,
     COUNT,
     DIRECT,
     EVERYWHERE,
@@ -43,26 +40,21 @@ from gradsync.comm.shm_kernels import (
     MAIL_BYTES,
     NUM_TURNS,
     OUT,
-    PUT,
     ROOT,
     SCATTER,
     SHARE,
     SLICES,
     SLOT_BYTES,
-    SMALL_WORDS,
-    SUM,
-    TURN,
-    WIDE,
     WIDTH,
-    num_turns,
     reduce_eagerly,
     slice_start,
 )
+from gradsync.comm.shm_small import Small
 from gradsync.comm.shm_sums import LENT, sum_address
 from gradsync.comm.shm_work import InPlace, Lent, Mail, ShmWork, Staged
 from gradsync.comm.spinning import spinning_of
-from gradsync.comm.watch import Watch
-from gradsync.streaming import quick
+from gradsync.comm.watch import Call, Watch
+from gradsync.compiled import quick
 
 NAP_S = 0.05  # how long a rank sleeps before it looks whether a peer is lost
 
@@ -70,19 +62,6 @@ NAP_S = 0.05  # how long a rank sleeps before it looks whether a peer is lost
 FINISHED = Finished()
 _reduce_eagerly = quick(reduce_eagerly)
 _BUSY: weakref.WeakSet[Shm] = weakref.WeakSet()  # this process's communicators that have work under way
-
-
-@dataclass(frozen=True, slots=True)
-class _Small:
-    """What was found of the last tensor that could be reduced in one call."""
-
-    tensor: weakref.ref[Tensor]  # weakly: its memory is not to be kept
-    address: int
-    numel: int
-    op: ReduceOp
-    turns: int
-    words: np.ndarray  # as the kernel reads it
-    where: int  # the words' address
 
 
 class Shm(Communicator):
@@ -103,9 +82,9 @@ class Shm(Communicator):
         self._queue: deque[ShmWork] = deque()
         self._mail: dict[tuple[int, int], deque[ShmWork]] = {}
         self._pieces: dict[tuple[int, int], int] = {}  # by (sender, receiver): pieces of mail so far
-        self._allocated: dict[int, tuple[Segment, int]] = {} if beside is None else beside._allocated  # and its bytes
+        self._buffers: Buffers = Buffers() if beside is None else beside._buffers
         self._sums: dict[tuple[torch.dtype, str], tuple[int, int]] = {}
-        self._small: _Small | None = None
+        self._small: Small | None = None
         self._place = self._watch.place
         self.spinning = spinning_of(base.world_size)
         self._small_spins = self.spinning.small_spins
@@ -136,34 +115,22 @@ class Shm(Communicator):
                 place[0] += 1
                 place[1] = "all_reduce"
                 return FINISHED
-            return self._go_on(tensor, small, floor, taken)
+            words = small.rest(floor.turns - small.turns + 1, taken)
+            return self._begin(Staged(self, floor, self._watch.enter("all_reduce"), (tensor,), small.sum_rows, words))
 
-    def _look_at(self, tensor: Tensor, op: ReduceOp) -> _Small | None:
+    def _look_at(self, tensor: Tensor, op: ReduceOp) -> Small | None:
         """What an all-reduce in one call must know of a tensor; None where it goes another way."""
         sum_rows, item = self._find_sum(tensor.dtype, op)
-        num_bytes = tensor.nbytes
-        is_large = num_bytes > SLOT_BYTES and self._in_slices
-        if is_large or not num_bytes or tensor.data_ptr() in self._allocated:
+        is_large = tensor.nbytes > SLOT_BYTES and self._in_slices
+        if is_large or not tensor.nbytes or self._buffers.begins(tensor):
             return None
         self._open_floor("all_reduce", tensor)
-        words = np.zeros(SMALL_WORDS, np.int64)
-        words[[SUM, BYTES, WIDE]] = sum_rows, num_bytes, item
-        seen = (weakref.ref(tensor), tensor.data_ptr(), tensor.numel(), op)
-        return _Small(*seen, num_turns(num_bytes), words, words.ctypes.data)
-
-    def _go_on(self, tensor: Tensor, small: _Small, floor: Floor, taken: int) -> Work:
-        """The rest of a reduction that could not be done in one call, as the peers are not here yet."""
-        sum_rows, num_bytes, item = (int(small.words[word]) for word in (SUM, BYTES, WIDE))
-        turns, address = small.turns, small.address
-        words = {KIND: DIRECT, FIRST: floor.turns - turns + 1, NUM_TURNS: turns, TURN: taken}
-        words |= {PUT: min(turns, taken + 2), COUNT: num_bytes // item, WIDTH: SLOT_BYTES // item, ITEM: item}
-        words |= {IN: address, OUT: address}
-        return self._begin(Staged(self, floor, self._watch.enter("all_reduce"), (tensor,), sum_rows, words))
+        return Small.of(tensor, op, sum_rows, item)
 
     def _reduce_large(self, tensor: Tensor, op: ReduceOp) -> Work:
         sum_rows, item = self._find_sum(tensor.dtype, op)
         what = f"all_reduce({op})"
-        if tensor.data_ptr() in self._allocated:
+        if self._buffers.begins(tensor):
             return self._in_place(what, tensor, sum_rows, EVERYWHERE)
         kind = SLICES if self._in_slices and tensor.nbytes > SLOT_BYTES else DIRECT
         return self._stage(what, kind, tensor, tensor, tensor.nbytes // item, item, sum_rows=sum_rows)
@@ -175,11 +142,8 @@ class Shm(Communicator):
         own = self.own_part(buffer)
         _check_loans(ordered, own)
         what, sum_rows = "all_reduce(sum)", self._find_sum(buffer.dtype, "sum")[0]
-        floor, rows = self._rows_of(what, buffer)
-        with self._lock:
-            call = self._watch.enter(what)
-            self._watch.raise_if_lost(call)
-            return self._begin(Lent(self, floor, call, buffer, rows, sum_rows, own, ordered))
+        rows = self._buffers.rows_of(buffer, what)
+        return self._begin_on(rows, what, lambda floor, call: Lent(self, floor, call, rows, sum_rows, own, ordered))
 
     def all_gather(self, tensor: Tensor, *, out: Tensor) -> Work:
         check_rows(out, tensor, self.world_size, ("out", "tensor"))
@@ -245,23 +209,19 @@ class Shm(Communicator):
         """A bucket in shared memory, zeroed by its own rank so that its pages are near. Blocks: all ranks call it."""
         if device.type != "cpu" or numel == 0:
             return super().allocate(numel, dtype, device)
-        buffer = self.reserve(numel, dtype).zero_()
+        buffer, segment = self._buffers.reserve(self._base, numel, dtype)
+        buffer.zero_()
         self._base.barrier()
-        self._allocated[buffer.data_ptr()][0].use_large_pages()
+        segment.use_large_pages()
         return buffer
 
     def reserve(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor in shared memory, which takes none before it is written to. Blocks: all ranks call it."""
-        segment = share(self._base, numel * dtype.itemsize)
-        buffer = segment.view(self.rank, numel, dtype)
-        key = buffer.data_ptr()
-        self._allocated[key] = (segment, buffer.nbytes)
-        weakref.finalize(buffer, self._allocated.pop, key, None)
-        return buffer
+        return self._buffers.reserve(self._base, numel, dtype)[0]
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor is a part of what ``allocate`` gave."""
-        return tensor.untyped_storage().data_ptr() in self._allocated
+        return self._buffers.holds(tensor)
 
     def slice_of(self, numel: int, lanes: int | None = None) -> tuple[int, int]:
         """The values of a buffer that this rank holds for all: from, to. A rank from ``lanes`` on holds none."""
@@ -277,28 +237,22 @@ class Shm(Communicator):
         return self._in_place("share_slice", buffer, 0, SHARE, lanes, out)
 
     def own_part(self, buffer: Tensor) -> tuple[int, int]:
-        lends = buffer.data_ptr() in self._allocated and buffer.dtype in LENT and self.world_size > 1
+        lends = self._buffers.begins(buffer) and buffer.dtype in LENT and self.world_size > 1
         return self.slice_of(buffer.numel()) if lends else (0, 0)
 
     def _in_place(
         self, what: str, tensor: Tensor, sum_rows: int, mode: int, lanes: int | None = None, out: Tensor | None = None
     ) -> Work:
-        floor, rows = self._rows_of(what, tensor)
+        rows = self._buffers.rows_of(tensor, what)
         slices = (mode, lanes or self.world_size, tensor if out is None else out)
+        return self._begin_on(rows, what, lambda floor, call: InPlace(self, floor, call, rows, sum_rows, *slices))
+
+    def _begin_on(self, rows: Rows, what: str, make: Callable[[Floor, Call], ShmWork]) -> Work:
+        floor = self._open_floor(what, rows.tensor)
         with self._lock:
             call = self._watch.enter(what)
             self._watch.raise_if_lost(call)
-            return self._begin(InPlace(self, floor, call, tensor, rows, sum_rows, *slices))
-
-    def _rows_of(self, what: str, tensor: Tensor) -> tuple[Floor, np.ndarray]:
-        """The addresses of everybody's part of what ``allocate`` gave."""
-        floor = self._open_floor(what, tensor)
-        start = tensor.untyped_storage().data_ptr()
-        segment, num_bytes = self._allocated.get(start, (None, 0))
-        at = tensor.data_ptr() - start
-        if segment is None or at + tensor.nbytes > num_bytes:
-            raise ValueError(f"{what} takes what allocate() gave, or a part of it; got another tensor.")
-        return floor, np.array([segment.address_of(rank) + at for rank in range(self.world_size)])
+            return self._begin(make(floor, call))
 
     # -- moving on ------------------------------------------------------------------------------------------------
 

@@ -7,18 +7,11 @@ they read it: right on ARM as on x86.
 
 from __future__ import annotations
 
-import importlib
 import platform
 from typing import Any
 
 from gradsync.comm import futex
-
-# What Numba compiles means other things than the Python it is written in: there is nothing here for a type checker.
-numba: Any = importlib.import_module("numba")
-types: Any = numba.types
-ir: Any = importlib.import_module("llvmlite.ir")
-cgutils: Any = importlib.import_module("numba.core.cgutils")
-intrinsic: Any = importlib.import_module("numba.extending").intrinsic
+from gradsync.compiled import cgutils, intrinsic, ir, types
 
 LINE_BYTES = 128  # a cache line, and the one that the prefetcher brings along
 

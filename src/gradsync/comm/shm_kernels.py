@@ -24,12 +24,12 @@ from gradsync.comm.shm_atomics import (
     copy,
     increment,
     load_acquire,
-    numba,
     pointer,
     relax,
     store_and_fence,
     wake,
 )
+from gradsync.compiled import numba
 
 # Where in a rank's part things are: counters, slots, and a mailbox for each peer.
 ARRIVED, DONE, SLEEPING, DOORBELL = (line * LINE_BYTES for line in range(4))
@@ -45,7 +45,7 @@ MAILBOX_BYTES = MAIL + MAIL_BYTES
 RANK, WORLD, PARTS, STRIDE, TURNS, FLOOR_WORDS = range(6)  # TURNS: how many were reserved so far
 
 # The words of what can be reduced in one call: see `reduce_eagerly`.
-SUM, BYTES, WIDE, SMALL_WORDS = range(4)
+SMALL_SUM, SMALL_BYTES, SMALL_ITEM, SMALL_WORDS = range(4)
 
 # The words of a collective that goes through the slots.
 KIND, TURN, PUT, NUM_TURNS, FIRST, SUMMED, IN, OUT, COUNT, ITEM, WIDTH, ROOT, STATE_WORDS = range(13)
@@ -301,7 +301,7 @@ def reduce_eagerly(floor: int, small: int, address: int, spins: int) -> int:
     What is left goes on as DIRECT work, with one turn more put than taken.
     """
     words, what = words_at(floor, FLOOR_WORDS), words_at(small, SMALL_WORDS)
-    rank, world_size, num_bytes = words[RANK], words[WORLD], what[BYTES]
+    rank, world_size, num_bytes = words[RANK], words[WORLD], what[SMALL_BYTES]
     turns: int = num_turns(num_bytes)
     number = words[TURNS] + 1
     words[TURNS] += turns
@@ -315,6 +315,6 @@ def reduce_eagerly(floor: int, small: int, address: int, spins: int) -> int:
         if not all_at(floor, ARRIVED, number + turn, spins):
             return turn
         done = turn * SLOT_BYTES
-        count = min(SLOT_BYTES, num_bytes - done) // what[WIDE]
-        _sum_all(floor, what[SUM], number + turn, address + done, count)
+        count = min(SLOT_BYTES, num_bytes - done) // what[SMALL_ITEM]
+        _sum_all(floor, what[SMALL_SUM], number + turn, address + done, count)
     return turns

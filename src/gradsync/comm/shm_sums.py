@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradsync.comm.shm_atomics import as_bits, as_float, numba, pointer
-from gradsync.streaming import VECTOR_BYTES, fence, quick, stream_sum
+from gradsync.comm.shm_atomics import as_bits, as_float, pointer
+from gradsync.compiled import VECTOR_BYTES, fence, numba, quick
+from gradsync.streaming import stream_sum
 
 SUM, MAX, MIN = range(3)
 BLOCK = 2048  # values summed at a time: of 8 ranks they still fit the first-level cache

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from gradsync.comm.base import Loan, Work
+from gradsync.comm.shm_buffers import Rows
 from gradsync.comm.shm_floor import Floor
 from gradsync.comm.shm_kernels import (
     ARRIVED,
@@ -70,7 +71,7 @@ class ShmWork(Work):
 class InPlace(ShmWork):
     """A collective on buffers that lie in shared memory: one turn, no copy in or out.
 
-    ``rows``: the addresses of everybody's buffer. ``out``: where to fetch the lanes' values to, if that is the task.
+    ``rows``: everybody's buffer. ``out``: where to fetch the lanes' values to, if that is the task.
     It uses no slot, so it may arrive before earlier ones are over.
     """
 
@@ -79,16 +80,16 @@ class InPlace(ShmWork):
         mover: Mover,
         floor: Floor,
         call: Call,
-        tensor: torch.Tensor,
-        rows: np.ndarray,
+        rows: Rows,
         sum_rows: int,
         mode: int,
         lanes: int,
         out: torch.Tensor,
     ) -> None:
         super().__init__(mover, floor, call)
-        self._rows, self._keep = rows, (tensor, out)
-        what = (rows.ctypes.data, tensor.numel(), tensor.dtype.itemsize, mode, lanes, out.data_ptr())
+        self._rows, self._out = rows, out  # kept: the work writes to their addresses
+        tensor = rows.tensor
+        what = (rows.addresses.ctypes.data, tensor.numel(), tensor.dtype.itemsize, mode, lanes, out.data_ptr())
         self._work = (floor.address, sum_rows, *what)
         self._number = floor.reserve(1)
         self._phase = NOT_YET
@@ -115,15 +116,14 @@ class Lent(InPlace):
         mover: Mover,
         floor: Floor,
         call: Call,
-        tensor: torch.Tensor,
-        rows: np.ndarray,
+        rows: Rows,
         sum_rows: int,
         own: tuple[int, int],
         loans: Sequence[Loan],
     ) -> None:
-        super().__init__(mover, floor, call, tensor, rows, sum_rows, EVERYWHERE, floor.world_size, tensor)
+        super().__init__(mover, floor, call, rows, sum_rows, EVERYWHERE, floor.world_size, rows.tensor)
         self._sum_rows = sum_rows
-        self._sum_lent = lent_sum(tensor.dtype)
+        self._sum_lent = lent_sum(rows.tensor.dtype)
         self._own = own
         self._loans = loans
 
@@ -140,7 +140,7 @@ class Lent(InPlace):
             super()._move_on(spins)
 
     def _sum(self) -> None:
-        rows, num_rows, rank = self._rows.ctypes.data, self._floor.world_size, self._floor.rank
+        rows, num_rows, rank = self._rows.addresses.ctypes.data, self._floor.world_size, self._floor.rank
         done, end = self._own
         for loan in self._loans:
             stop = loan.first + loan.values.numel()

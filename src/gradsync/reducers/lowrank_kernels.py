@@ -13,15 +13,13 @@ the ranks, are left to the compiler to arrange.
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import numpy as np
 
 from gradsync.comm.shm_atomics import pointer
-from gradsync.streaming import VECTOR_BYTES, _stream, fence
-
-numba: Any = importlib.import_module("numba")
+from gradsync.compiled import VECTOR_BYTES, fence, numba
+from gradsync.streaming import stream_scaled
 
 LARGE = 1e100  # squares of larger values may overflow, those of smaller ones than its inverse vanish
 
@@ -121,7 +119,7 @@ def _put(to: Any, row: Any) -> None:
     if there % VECTOR_BYTES == 0 and num_bytes % VECTOR_BYTES == 0:
         one = to.dtype.type(1)
         for vector in range(num_bytes // VECTOR_BYTES):
-            _stream(there + vector * VECTOR_BYTES, here + vector * VECTOR_BYTES, one)
+            stream_scaled(there + vector * VECTOR_BYTES, here + vector * VECTOR_BYTES, one)
     else:
         for j in range(to.size):
             to[j] = row[j]

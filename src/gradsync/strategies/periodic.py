@@ -7,9 +7,8 @@ the same run gives the same bits.
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gradsync import spec
@@ -23,6 +22,7 @@ from gradsync.replicas import hyperparameter_checksum
 from gradsync.strategies.attendance import FOLLOW, SETTLE, Attendance, Word
 from gradsync.strategies.base import Verdict
 from gradsync.strategies.exchange import Exchange, OuterRates
+from gradsync.strategies.flight import Flight
 from gradsync.strategies.inner_rate import InnerRate, Rate
 from gradsync.strategies.local import Local
 from gradsync.training import Training
@@ -30,46 +30,6 @@ from gradsync.training import Training
 CLOSE_S = 2.0  # what an exchange under way gets to end by itself when the synchronizer is closed
 
 STATE = {"clock", "next", "samples", "counted", "exchange", "flight"}
-
-
-class Flight:
-    """A fragment's exchange that is under way, or done and not landed yet."""
-
-    def __init__(self, fragment: int, lands_at: int) -> None:
-        self.fragment = fragment
-        self.lands_at = lands_at
-        self.attendance: Attendance | None = None  # known once it is done
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-
-    def start(self, work: Callable[[], Attendance]) -> None:
-        """Do ``work``, which gives the attendance, in a thread of its own."""
-
-        def run() -> None:
-            try:
-                self.attendance = work()
-            except BaseException as error:  # raised again in the training's own thread
-                self._error = error
-
-        self._thread = threading.Thread(target=run, name="gradsync-exchange", daemon=True)
-        self._thread.start()
-
-    def wait(self) -> Attendance:
-        """Block until it is done; raise what went wrong. Every collective in it has the communicator's timeout."""
-        self.abandon(None)
-        self.raise_failure()
-        assert self.attendance is not None, "it is done"
-        return self.attendance
-
-    def abandon(self, timeout_s: float | None) -> None:
-        """Give it some time to end by itself; what became of it is of no interest any more."""
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-
-    def raise_failure(self) -> None:
-        """Raise at once what has gone wrong so far: a lost peer need not be found at the landing only."""
-        if self._error is not None:
-            raise self._error
 
 
 class Periodic(Local):

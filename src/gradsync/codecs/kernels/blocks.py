@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from gradsync.codecs.blockwise import LARGEST_BLOCK, SUMS, WORDS, scale_limit
-from gradsync.codecs.kernels.lanes import VECTOR_BYTES, fence, from_bits, get, numba, pointer, put, scratch, shifted
+from gradsync.codecs.kernels.lanes import from_bits, get, pointer, put, scratch, shifted
 from gradsync.codecs.kernels.moves import add, fill, inlined, largest_bits, load, load_sum, store, streamable
 from gradsync.codecs.kernels.words import decode_words, encode_words
+from gradsync.compiled import VECTOR_BYTES, fence, numba
 
 KINDS: dict[torch.dtype, Any] = {  # with the bits of inf
     torch.float32: (np.float32, 0x7F800000),

@@ -13,12 +13,9 @@ import torch
 
 from gradsync.codecs.kernels.blocks import KINDS
 from gradsync.codecs.kernels.lanes import (
-    VECTOR_BYTES,
-    fence,
     get,
     narrow_bfloat,
     narrow_half,
-    numba,
     pointer,
     put,
     scratch,
@@ -26,6 +23,7 @@ from gradsync.codecs.kernels.lanes import (
     widen_half,
 )
 from gradsync.codecs.kernels.moves import add, largest_bits, load, load_sum, store, streamable
+from gradsync.compiled import VECTOR_BYTES, fence, numba
 
 BLOCK = 1024  # values at a time
 ENCODE = "void(i8, i8, f8, i8, i8, i8)"

@@ -6,17 +6,9 @@ vectors, or from using them well. Here a pointer is a pointer and 32 bits stay 3
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
-# What Numba compiles means other things than the Python it is written in: there is nothing here for a type checker.
-numba: Any = importlib.import_module("numba")
-types: Any = numba.types
-ir: Any = importlib.import_module("llvmlite.ir")
-cgutils: Any = importlib.import_module("numba.core.cgutils")
-intrinsic: Any = importlib.import_module("numba.extending").intrinsic
-
-VECTOR_BYTES = 32
+from gradsync.compiled import VECTOR_BYTES, cgutils, intrinsic, ir, types
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _BITS_OF = {types.float32: types.int32, types.float64: types.int64}
@@ -95,17 +87,6 @@ def stream(typing_context: Any, to: Any, start: Any, index: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(to, to, types.int64), generate
-
-
-@intrinsic
-def fence(typing_context: Any) -> Any:
-    """Let no later store be seen before the streamed ones."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(), generate
 
 
 # -- numbers --------------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gradsync.codecs.kernels.lanes import VECTOR_BYTES, get, larger, magnitude_bits, numba, put, shifted, stream
+from gradsync.codecs.kernels.lanes import get, larger, magnitude_bits, put, shifted, stream
+from gradsync.compiled import VECTOR_BYTES, numba
 
 
 def inlined(function: Callable[..., Any]) -> Any:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import numpy as np
 
 from gradsync.codecs.kernels.residual import CHUNK, compensate
 from gradsync.codecs.kernels.strata import drawn
-
-# What Numba compiles means other things than the Python it is written in: there is nothing here for a type checker.
-numba: Any = importlib.import_module("numba")
+from gradsync.compiled import numba
 
 SET, ADD, ZERO = range(3)  # what scatter does with a value
 LARGEST = float(np.finfo(np.float32).max)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
-# What Numba compiles means other things than the Python it is written in: there is nothing here for a type checker.
-numba: Any = importlib.import_module("numba")
+from gradsync.compiled import numba
 
 ALONE, IN_PLACE, SAME, APART = range(4)  # nothing before; y is there already; before lies where y goes; or elsewhere
 CHUNK = 2048  # values worked on at a time: they stay in the first-level cache

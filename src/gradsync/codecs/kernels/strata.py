@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import numpy as np
 
-# What Numba compiles means other things than the Python it is written in: there is nothing here for a type checker.
-numba: Any = importlib.import_module("numba")
+from gradsync.compiled import numba
 
 _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _30, _27, _33 = np.uint64(30), np.uint64(27), np.uint64(33)

@@ -12,19 +12,13 @@ above every number and NaN above inf.
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import numpy as np
 
 from gradsync.codecs.kernels.residual import ALONE, APART, CHUNK, IN_PLACE, SAME, compensate
 from gradsync.codecs.kernels.strata import drawn
-
-# What Numba compiles means other things than the Python it is written in: there is nothing here for a type checker.
-numba: Any = importlib.import_module("numba")
-types: Any = numba.types
-ir: Any = importlib.import_module("llvmlite.ir")
-intrinsic: Any = importlib.import_module("numba.extending").intrinsic
+from gradsync.compiled import intrinsic, ir, numba, types
 
 SET, ADD, ZERO = range(3)  # what scatter does with a value
 FINITE, NOT_FINITE, BROKEN = range(3)  # what scatter says

@@ -11,9 +11,10 @@ import torch
 
 from gradsync.codecs.blockwise import LARGEST_BLOCK, WORDS, scale_limit
 from gradsync.codecs.kernels.blocks import KINDS, words_of
-from gradsync.codecs.kernels.lanes import VECTOR_BYTES, fence, get, numba, pointer, scratch
+from gradsync.codecs.kernels.lanes import get, pointer, scratch
 from gradsync.codecs.kernels.moves import largest_bits, store, streamable
 from gradsync.codecs.kernels.words import decode_words
+from gradsync.compiled import VECTOR_BYTES, fence, numba
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from gradsync.codecs.blockwise import WORDS
-from gradsync.codecs.kernels.lanes import cgutils, intrinsic, ir, types
+from gradsync.compiled import cgutils, intrinsic, ir, types
 
 _I32 = ir.IntType(32)
 
