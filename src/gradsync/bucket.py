@@ -16,6 +16,7 @@ from gradsync.slot import AnySlot, Slot, SparseSlot, real_dtype
 MIB = 1 << 20
 BUCKET_BYTES = 25 * MIB  # larger => fewer, longer collectives; smaller => they start earlier in backward
 FIRST_BUCKET_BYTES = 1 * MIB  # small, so that the wire is busy soon after backward begins
+LITTLE = 8  # what is less than this part of a bucket goes with the next parameter, however large that is
 ALIGN_BYTES = 64  # every gradient begins on a cache line: vector loads never straddle
 
 
@@ -171,7 +172,8 @@ def plan_buckets(
     """Group parameters, given in the order in which their gradients become ready, into buckets of at most a size.
 
     A bucket has one dtype and one device; the buckets come in the order in which they will be full. A parameter that is
-    larger than the cap has a bucket of its own.
+    larger than the cap has a bucket of its own, but for the little (less than an eighth of the cap) that came before:
+    every bucket costs its hundred microseconds, and a bias is not worth that.
 
     >>> import torch
     >>> from gradsync.bucket import plan_buckets
@@ -189,7 +191,7 @@ def plan_buckets(
         kind = (param.dtype, param.device)
         num_bytes = param.numel() * param.element_size()
         cap = cap_bytes if full else min(cap_bytes, first_cap_bytes)
-        if kind in open_buckets and sizes[kind] + num_bytes > cap:
+        if kind in open_buckets and sizes[kind] + num_bytes > cap and sizes[kind] * LITTLE >= cap:
             full.append((last_ready[kind], open_buckets.pop(kind)))
         open_buckets.setdefault(kind, []).append(name)
         sizes[kind] = num_bytes if len(open_buckets[kind]) == 1 else sizes[kind] + num_bytes
