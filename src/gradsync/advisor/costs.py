@@ -243,7 +243,7 @@ class _Stage(Communicator):
         out.copy_(tensor[0])
         return Finished()
 
-    def all_to_all(self, tensor: Tensor, *, out: Tensor) -> Work:
+    def all_to_all(self, tensor: Tensor, *, out: Tensor, own: bool = True, used: Sequence[int] | None = None) -> Work:
         out.copy_(tensor)
         out[0].copy_(tensor[1])
         return Finished()

@@ -78,6 +78,7 @@ class Communicator(abc.ABC):
     """
 
     transport: str = "none"  # what moves the bytes: "c10d", "threads", ...
+    sends_used_only: bool = False  # all_to_all leaves out what is not used of a row
     why: str = ""  # why this transport was chosen, for `gradsync info` and sync.stats()
 
     def __init__(self, rank: int, world_size: int, *, timeout_s: float, feed: Feed | None = None) -> None:
@@ -103,8 +104,13 @@ class Communicator(abc.ABC):
         """Sum ``tensor``, of shape (world_size, *out.shape), over the ranks; ``out`` gets this rank's row."""
 
     @abc.abstractmethod
-    def all_to_all(self, tensor: Tensor, *, out: Tensor) -> Work:
-        """Send row i of ``tensor`` to rank i; row j of ``out`` is what rank j sent here. Both (world_size, ...)."""
+    def all_to_all(self, tensor: Tensor, *, out: Tensor, own: bool = True, used: Sequence[int] | None = None) -> Work:
+        """Send row i of ``tensor`` to rank i; row j of ``out`` is what rank j sent here. Both (world_size, ...).
+
+        ``own=False``: nobody will read this rank's own row of ``out``, so it need not be written.
+        ``used``: how many bytes of each row count. A transport that ``sends_used_only`` leaves the rest out; what then
+        lies behind them in the receiver's row is as it was.
+        """
 
     @abc.abstractmethod
     def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
@@ -228,7 +234,7 @@ class Solo(Communicator):
         out.copy_(tensor[0])
         return Finished()
 
-    def all_to_all(self, tensor: Tensor, *, out: Tensor) -> Work:
+    def all_to_all(self, tensor: Tensor, *, out: Tensor, own: bool = True, used: Sequence[int] | None = None) -> Work:
         check_rows(tensor, out[0], 1, ("tensor", "out[0]"))
         check_rows(out, tensor[0], 1, ("out", "tensor[0]"))
         out.copy_(tensor)

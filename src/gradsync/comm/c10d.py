@@ -19,8 +19,10 @@ from gradsync.comm.base import Communicator, Finished, ReduceOp, Work, check_con
 from gradsync.comm.feed import Feed
 from gradsync.comm.letters import Letter, OwnLetter
 from gradsync.comm.lifeline import Lifeline
-from gradsync.comm.rendezvous import Place, choose_gloo_interface
+from gradsync.comm.objects import all_gather_object
+from gradsync.comm.rendezvous import Place, choose_gloo_interface, gloo_addresses
 from gradsync.comm.watch import Call, Watch
+from gradsync.comm.wires import Door, Wires, meet
 
 WAIT_SLICE = timedelta(seconds=0.05)  # how often a blocked rank looks whether a peer is lost
 
@@ -32,8 +34,8 @@ Launch = Callable[[dist.ProcessGroup], dist.Work | None]
 _naming = threading.Lock()
 _connections = itertools.count()  # how often this process has connected, as every rank has
 
-# Tags of messages: those of send() and recv(), those that our own collectives are made of, and those of all_to_all().
-USERS, OURS, EXCHANGED = range(3)
+# Tags of messages: those of send() and recv(), and those that our own collectives are made of.
+USERS, OURS = range(2)
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -73,6 +75,7 @@ class C10d(Communicator):
     """A group of torch.distributed. ``connect()`` makes the first; ``split`` and ``clone`` the others."""
 
     transport = "c10d"
+    sends_used_only = True  # of CPU tensors
 
     def __init__(
         self,
@@ -89,6 +92,7 @@ class C10d(Communicator):
         self.watch = Watch(lifeline, members, group.group_name, timeout_s)
         self._group: dist.ProcessGroup | None = group
         self._splits = 0
+        self._wires: Wires | None = None  # from the first all_to_all of CPU tensors on
         self._works: list[dist.Work] = []  # that were under way when last looked at
         self._noting = threading.Lock()  # letters are started in other threads too
 
@@ -114,7 +118,7 @@ class C10d(Communicator):
             lambda g: dist.reduce_scatter_single(into, flat, op=_OPS[op], group=g, async_op=True),
         )
 
-    def all_to_all(self, tensor: Tensor, *, out: Tensor) -> Work:
+    def all_to_all(self, tensor: Tensor, *, out: Tensor, own: bool = True, used: Sequence[int] | None = None) -> Work:
         if tensor.shape != out.shape:
             raise ValueError(f"out must have tensor's shape {tuple(tensor.shape)}; got {tuple(out.shape)}.")
         check_rows(tensor, out[0], self.world_size, ("tensor", "out[0]"))
@@ -123,23 +127,30 @@ class C10d(Communicator):
             return self._start(
                 "all_to_all", tensor, lambda g: dist.all_to_all_single(out, tensor, group=g, async_op=True)
             )
-        return self._exchange(tensor, out)
+        return self._exchange(tensor, out, own=own, used=used)
 
-    def _exchange(self, tensor: Tensor, out: Tensor) -> Work:
-        """All to all by messages of our own.
+    def _exchange(self, tensor: Tensor, out: Tensor, *, own: bool, used: Sequence[int] | None) -> Work:
+        """All to all over connections of our own: see wires.py.
 
-        Gloo's all-to-all runs two at a time, and sends nothing of the next before all of an earlier one is there: with
-        several buckets under way at 100 Mbit/s it took a quarter longer.
+        (Gloo's all-to-all runs two at a time, and sends nothing of the next before all of an earlier one is there: with
+        several buckets under way at 100 Mbit/s it took a quarter longer.)
         """
         self._opened("all_to_all")
-        if tensor.numel() == 0:
+        if own:
+            _copy(tensor[self.rank], out[self.rank])
+        if tensor.numel() == 0 or self.world_size == 1:
             return Finished()
         call = self.watch.enter("all_to_all")
-        n, rank = self.world_size, self.rank
-        posted = [_irecv(out[rank - step], (rank - step) % n, EXCHANGED) for step in range(1, n)]
-        posted += [_isend(tensor[(rank + step) % n], (rank + step) % n, EXCHANGED) for step in range(1, n)]
-        works = [self.launch(each, call) for each in posted]
-        return Letter(works, self.watch, call, beside=lambda: _copy(tensor[rank], out[rank]))
+        self.watch.raise_if_lost(call)
+        if self._wires is None:
+            self._wires = self._meet(call)
+        return self._wires.exchange(tensor, out, used, call)
+
+    def _meet(self, call: Call) -> Wires:
+        def share(door: Door) -> list[Door]:
+            return [Door(**said) for said in all_gather_object(self, dataclasses.asdict(door))]
+
+        return meet(self.rank, share, gloo_addresses(), self.watch, call)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
         self._check_peer(src, "src")
@@ -188,6 +199,9 @@ class C10d(Communicator):
     def close(self) -> None:
         """Leave the group. The default one also leaves torch.distributed if gradsync had initialised it."""
         group, self._group = self._group, None
+        wires, self._wires = self._wires, None
+        if wires is not None:
+            wires.close()
         # Destroying waits for what is under way, and a peer may never come to it: such a group is left to the exit.
         busy = any(not work.is_completed() for work in self._works)
         if group is not None and group is not dist.group.WORLD and dist.is_initialized() and not busy:

@@ -172,8 +172,8 @@ class Faulty(Forwarding):
     def reduce_scatter(self, tensor: Tensor, *, out: Tensor, op: ReduceOp = "sum") -> Work:
         return self._unless_silent("reduce_scatter", lambda: self.inner.reduce_scatter(tensor, out=out, op=op))
 
-    def all_to_all(self, tensor: Tensor, *, out: Tensor) -> Work:
-        return self._unless_silent("all_to_all", lambda: self.inner.all_to_all(tensor, out=out))
+    def all_to_all(self, tensor: Tensor, *, out: Tensor, own: bool = True, used: Sequence[int] | None = None) -> Work:
+        return self._unless_silent("all_to_all", lambda: self.inner.all_to_all(tensor, out=out, own=own, used=used))
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
         return self._unless_silent("broadcast", lambda: self.inner.broadcast(tensor, src))

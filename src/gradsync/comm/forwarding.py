@@ -19,6 +19,7 @@ class Forwarding(Communicator):
         self.inner = inner
         self.transport = inner.transport
         self.why = inner.why
+        self.sends_used_only = inner.sends_used_only
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
         return self.inner.all_reduce(tensor, op=op)
@@ -29,8 +30,8 @@ class Forwarding(Communicator):
     def reduce_scatter(self, tensor: Tensor, *, out: Tensor, op: ReduceOp = "sum") -> Work:
         return self.inner.reduce_scatter(tensor, out=out, op=op)
 
-    def all_to_all(self, tensor: Tensor, *, out: Tensor) -> Work:
-        return self.inner.all_to_all(tensor, out=out)
+    def all_to_all(self, tensor: Tensor, *, out: Tensor, own: bool = True, used: Sequence[int] | None = None) -> Work:
+        return self.inner.all_to_all(tensor, out=out, own=own, used=used)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
         return self.inner.broadcast(tensor, src)

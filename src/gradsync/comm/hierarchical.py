@@ -202,7 +202,7 @@ class Hierarchical(Communicator):
         everything = tensor.detach().clone()
         return Followed(self.all_reduce(everything, op=op), lambda: out.copy_(everything[self.rank]))
 
-    def all_to_all(self, tensor: Tensor, *, out: Tensor) -> Work:
+    def all_to_all(self, tensor: Tensor, *, out: Tensor, own: bool = True, used: Sequence[int] | None = None) -> Work:
         if tensor.shape != out.shape:
             raise ValueError(f"out must have tensor's shape {tuple(tensor.shape)}; got {tuple(out.shape)}.")
         check_rows(tensor, out[0], self.world_size, ("tensor", "out[0]"))
@@ -213,9 +213,9 @@ class Hierarchical(Communicator):
         call = self._enter("all_to_all")
         up = self._up
         if up is not None and len(self._ranks) == 1:
-            return self._within(call, lambda: up.all_to_all(tensor, out=out))
+            return self._within(call, lambda: up.all_to_all(tensor, out=out, own=own, used=used))
         given, rows = (_as_bytes(each).view(self.world_size, -1) for each in (tensor, out))
-        return Aside(self._roads, call, self._base.all_to_all(given, out=rows))
+        return Aside(self._roads, call, self._base.all_to_all(given, out=rows, own=own))
 
     def send(self, tensor: Tensor, dst: int) -> Work:
         self._check_peer(dst, "dst")

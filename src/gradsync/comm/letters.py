@@ -99,43 +99,58 @@ def _forget_threads() -> None:
 os.register_at_fork(after_in_child=_forget_threads)
 
 
-class Letter(Work):
-    """Sends and receives that Gloo has under way, and what is to be done beside them. It is over when all of them are.
+class Errand(Work):
+    """What threads do for a rank. It is over when all its ``parts`` have ended, or the first of them has failed."""
 
-    Args:
-        beside: called by the thread that waits for them.
-    """
-
-    def __init__(
-        self, works: Sequence[dist.Work], watch: Watch, call: Call, *, beside: Callable[[], object] | None = None
-    ) -> None:
-        self._works = works
+    def __init__(self, watch: Watch, call: Call, *, parts: int = 1) -> None:
         self._watch = watch
         self._call = call
-        self._beside = beside
+        self._parts = parts
         self._error = ""
         self._over = threading.Event()
-        in_a_thread(self._block)
 
     def done(self) -> bool:
         return self._over.is_set()
 
     def wait(self) -> None:
-        call = dataclasses.replace(self._call, started_s=time.monotonic())  # what counts is how long this rank waits
-        while not self._over.wait(LOOK_S):
-            self._watch.check(call)
+        if not self._over.is_set():
+            self._call = dataclasses.replace(self._call, started_s=time.monotonic())  # that is when this rank waits
+            while not self._over.wait(LOOK_S):
+                self._watch.check(self._call)
         if self._error:
-            self._watch.raise_cause(call, self._error)
+            self._watch.raise_cause(self._call, self._error)
+
+    def ended(self) -> None:
+        """Said by a thread when its part is done."""
+        with _counting:
+            self._parts -= 1
+            if not self._parts:
+                self._over.set()
+
+    def fail(self, error: str) -> None:
+        """Said by a thread whose part can't be done."""
+        self._error = self._error or error
+        self._over.set()
+
+
+_counting = threading.Lock()
+
+
+class Letter(Errand):
+    """Sends and receives that Gloo has under way. It is over when all of them are."""
+
+    def __init__(self, works: Sequence[dist.Work], watch: Watch, call: Call) -> None:
+        super().__init__(watch, call)
+        self._works = works
+        in_a_thread(self._block)
 
     def _block(self) -> None:
         try:
-            if self._beside is not None:
-                self._beside()
             for work in self._works:
                 _wait_for(work)
         except RuntimeError as failed:
-            self._error = str(failed)
-        self._over.set()
+            self.fail(str(failed))
+        self.ended()
 
 
 class OwnLetter(Work):

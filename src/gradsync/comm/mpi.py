@@ -136,7 +136,7 @@ class Mpi(Communicator):
 
         return self._in_pieces(self._enter("all_gather"), flat.nbytes, steps)
 
-    def all_to_all(self, tensor: Tensor, *, out: Tensor) -> Work:
+    def all_to_all(self, tensor: Tensor, *, out: Tensor, own: bool = True, used: Sequence[int] | None = None) -> Work:
         if tensor.shape != out.shape:
             raise ValueError(f"out must have tensor's shape {tuple(tensor.shape)}; got {tuple(out.shape)}.")
         check_rows(tensor, out[0], self.world_size, ("tensor", "out[0]"))

@@ -175,6 +175,13 @@ def choose_gloo_interface(master_addr: str) -> None:
             return
 
 
+def gloo_addresses() -> list[str]:
+    """Where peers may reach this process: at the address that Gloo has; if nobody chose that, at all there are."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    address = interface_address(name) if name else None
+    return [*own_addresses(), "127.0.0.1"] if address is None else [address]
+
+
 def interface_address(name: str) -> str | None:
     """The IPv4 address of a network interface, or None when it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -160,7 +160,7 @@ class Shm(Communicator):
         sum_rows, item = self._find_sum(tensor.dtype, op)
         return self._stage(f"reduce_scatter({op})", SCATTER, tensor, out, out.nbytes // item, item, sum_rows=sum_rows)
 
-    def all_to_all(self, tensor: Tensor, *, out: Tensor) -> Work:
+    def all_to_all(self, tensor: Tensor, *, out: Tensor, own: bool = True, used: Sequence[int] | None = None) -> Work:
         if tensor.shape != out.shape:
             raise ValueError(f"out must have tensor's shape {tuple(tensor.shape)}; got {tuple(out.shape)}.")
         check_rows(tensor, out[0], self.world_size, ("tensor", "out[0]"))

@@ -140,7 +140,7 @@ class Threads(Communicator):
 
         return self._meet(f"reduce_scatter({op})", tensor, out, finish)
 
-    def all_to_all(self, tensor: Tensor, *, out: Tensor) -> Work:
+    def all_to_all(self, tensor: Tensor, *, out: Tensor, own: bool = True, used: Sequence[int] | None = None) -> Work:
         if tensor.shape != out.shape:
             raise ValueError(f"out must have tensor's shape {tuple(tensor.shape)}; got {tuple(out.shape)}.")
         check_rows(tensor, out[0], self.world_size, ("tensor", "out[0]"))

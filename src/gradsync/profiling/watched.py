@@ -47,17 +47,17 @@ class Watched(Forwarding):
         begun = self._begin("reduce_scatter", tensor)
         return self._started(begun, self.inner.reduce_scatter(tensor, out=out, op=op))
 
-    def all_to_all(self, tensor: Tensor, *, out: Tensor) -> Work:
-        begun = self._begin("all_to_all", tensor)
-        return self._started(begun, self.inner.all_to_all(tensor, out=out))
+    def all_to_all(self, tensor: Tensor, *, out: Tensor, own: bool = True, used: Sequence[int] | None = None) -> Work:
+        begun = self._begin("all_to_all", tensor, sum(used) if used and self.sends_used_only else None)
+        return self._started(begun, self.inner.all_to_all(tensor, out=out, own=own, used=used))
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
         begun = self._begin("broadcast", tensor)
         return self._started(begun, self.inner.broadcast(tensor, src))
 
-    def _begin(self, name: str, tensor: Tensor) -> Op:
+    def _begin(self, name: str, tensor: Tensor, num_bytes: int | None = None) -> Op:
         times, parts = self._shares[name]
-        return self._recorder.begin(name, tensor.nbytes * times // parts)
+        return self._recorder.begin(name, tensor.nbytes * times // parts if num_bytes is None else num_bytes)
 
     def _started(self, op: Op, work: Work) -> Work:
         self._recorder.begun(op, work, finished=isinstance(work, Finished), may_ask=self._may_ask)
