@@ -131,3 +131,63 @@ def test_a_block_that_does_not_fit_is_refused(block: int) -> None:
 def test_an_unknown_rounding_is_refused() -> None:
     with pytest.raises(ValueError, match="rounding must be one of nearest, stochastic; got rounding='up'"):
         Int8(rounding="up")  # type: ignore[arg-type]
+
+
+def quiet_case(codec: Blockwise, dtype: torch.dtype) -> tuple[Tensor, Tensor, Payload]:
+    """Values of which some blocks are all zero, what is owed everywhere, and what another rank gave in few blocks."""
+    numel = 7 * codec.block + 5
+    x, before, theirs = random(numel, dtype), 0.01 * random(numel, dtype, seed=1), random(numel, dtype, seed=2)
+    for block in (1, 4, 5, 7):
+        x[block * codec.block : (block + 1) * codec.block] = 0
+    x[4 * codec.block] = -0.0
+    for block in (0, 1, 2, 3, 4, 7):
+        theirs[block * codec.block : (block + 1) * codec.block] = 0
+    given = Payload(torch.empty(codec.encoded_bytes(numel, dtype), dtype=torch.uint8))
+    codec.encode(theirs, given, key=3)
+    return x, before, given
+
+
+@pytest.mark.parametrize("codec", [Int8(), Int8(rounding="stochastic"), Int4()], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_what_a_block_without_a_gradient_owes_waits(codec: Blockwise, dtype: torch.dtype) -> None:
+    x, before, given = quiet_case(codec, dtype)
+    after, out = torch.empty_like(x), torch.full_like(x, 7.0)
+    payload = Payload(torch.full((codec.encoded_bytes(x.numel(), dtype),), 9, dtype=torch.uint8))
+    codec.encode(x, payload, residual=Residual(before, after), key=5)
+    codec.decode(payload, out, key=5)
+    for block in range(8):
+        part = slice(block * codec.block, (block + 1) * codec.block)
+        waits = block in (1, 4, 5, 7)
+        assert bool((out[part] == 0).all()) == waits
+        assert torch.equal(after[part], before[part]) == waits
+    # The owner of a shard has none itself, but another rank has in block 5.
+    codec.merge(x, [given], payload, residual=Residual(before, after), key=5, out=out)
+    for block in range(8):
+        part = slice(block * codec.block, (block + 1) * codec.block)
+        assert torch.equal(after[part], before[part]) == (block in (1, 4, 7))
+
+
+@pytest.mark.parametrize("codec", BLOCKWISE, ids=str)
+def test_kernels_and_torch_agree_on_what_waits(codec: Blockwise, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, before, given = quiet_case(codec, torch.float32)
+    results = []
+    for with_torch in (False, True):
+        if with_torch:
+            monkeypatch.setattr(Blockwise, "_kernels", lambda self, like: None)
+        for received in ([], [given]):
+            after, out = torch.empty_like(x), torch.empty_like(x)
+            payload = Payload(torch.full((codec.encoded_bytes(x.numel()),), 9, dtype=torch.uint8))
+            codec.merge(x, received, payload, gain=0.3, residual=Residual(before, after), key=5, out=out)
+            results.append((payload, after, out))
+    for ours, plain in zip(results[:2], results[2:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+
+
+@pytest.mark.parametrize("codec", [Sign(), Ternary()], ids=str)
+def test_of_a_coarse_codec_nothing_waits(codec: Blockwise) -> None:
+    x, before, _ = quiet_case(codec, torch.float32)
+    after = torch.empty_like(x)
+    payload = Payload(torch.empty(codec.encoded_bytes(x.numel()), dtype=torch.uint8))
+    codec.encode(x, payload, residual=Residual(before, after))
+    assert all(not torch.equal(a, b) for a, b in zip(after.split(codec.block), before.split(codec.block), strict=True))
+    assert codec.blocks(x.numel()) is None

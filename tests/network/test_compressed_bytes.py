@@ -49,6 +49,37 @@ def be_rank() -> dict[str, dict[str, float]]:
     return seen
 
 
+def embed() -> dict[str, float]:
+    """The same of an embedding of which each step uses few rows."""
+    comm = gradsync.connect("c10d", timeout_s=60)
+    torch.manual_seed(0)
+    model = nn.Embedding(WIDTH, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = torch.Generator().manual_seed(comm.rank)
+    said = 0.0
+    with gradsync.synchronize(model, optimizer, "allreduce(codec=int8)", comm=comm) as sync:
+        for step in range(2 + STEPS):
+            if step == 2:
+                comm.barrier()
+                before = bytes_sent()
+                comm.barrier()
+            optimizer.zero_grad()
+            model(torch.randint(WIDTH, (WIDTH // 4,), generator=data)).square().mean().backward()
+            said += sync.stats()["bytes_per_step"] / STEPS if step >= 2 else 0.0
+        comm.barrier()
+        return {"counted": (bytes_sent() - before) / STEPS, "said": said, "whole": WIDTH * WIDTH}
+
+
+@pytest.mark.netns
+@pytest.mark.timeout(100)
+def test_the_wire_does_not_carry_rows_that_nobody_used() -> None:
+    with Lab(hosts=2) as lab:
+        told = call_on_hosts(lab, embed, timeout_s=80)
+    for seen in told:
+        assert seen["counted"] == pytest.approx(seen["said"], rel=0.05), seen
+        assert seen["said"] < 0.3 * seen["whole"]
+
+
 @pytest.mark.netns
 @pytest.mark.timeout(200)
 def test_the_wire_carries_what_stats_say_and_codecs_promise() -> None:

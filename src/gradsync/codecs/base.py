@@ -13,7 +13,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NewType
+from typing import NamedTuple, NewType
 
 import torch
 from torch import Tensor
@@ -36,6 +36,19 @@ class Residual:
 
     before: Tensor
     after: Tensor
+
+
+class Blocks(NamedTuple):
+    """Where the whole blocks of a payload lie. While a block's scale is 0 its bytes are all 0, and say nothing."""
+
+    num_blocks: int
+    scale_bytes: int  # of a scale; the scales are the beginning of the payload
+    start: int  # of the first block's bytes, which all blocks' follow
+    block_bytes: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_blocks * self.block_bytes
 
 
 class Codec(abc.ABC):
@@ -101,6 +114,10 @@ class Codec(abc.ABC):
         after = None if residual is None else Residual(torch.zeros_like(y), residual.after)
         self.encode(y, payload, residual=after, key=key)
         return self.decode(payload, out, gain=out_gain, key=key)
+
+    def blocks(self, numel: int, dtype: torch.dtype = torch.float32) -> Blocks | None:
+        """The blocks of a payload of ``numel`` values that need not be sent while they are zero; None: it has none."""
+        return None
 
     def at(self, step: int) -> Codec:
         """The codec to use at a step: itself, unless it has a warm-up."""

@@ -4,6 +4,11 @@ A payload is all scales (in the dtype that is computed in), up to a multiple of 
 see kernels/blocks.py for the order in a word. The last block may be short. float32 on a CPU goes through the fused
 kernels; any other dtype and device through the torch code here, in float32 for 16-bit values. Both do the same
 operations in the same order, so both give the same bits.
+
+[Note: patience] Of an embedding most rows have no gradient at a step. With fine codes what such a row still owes is
+little, and waits until the row has a gradient again: its blocks are *quiet*. Their scale is 0, nothing of them needs to
+be sent (see reducers/quiet.py), and an optimizer does not see a row as used that nobody has used. Of a coarse codec the
+residual is most of the gradient: there it is sent as soon as it can be.
 """
 
 from __future__ import annotations
@@ -17,11 +22,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gradsync.codecs.base import COMPILED_DTYPES, Codec, Payload, Residual, padded
+from gradsync.codecs.base import COMPILED_DTYPES, Blocks, Codec, Payload, Residual, padded
 from gradsync.codecs.random import halves, uniform
 
 LARGEST_BLOCK = 4096  # values: the kernels have scratch for no more
 WORDS = 8  # of codes come together: a vector. So the words of a block are a multiple of that
+PATIENT_LEVELS = 7  # codecs with so many levels or more let what is left of a block without a gradient wait
 SUMS = 64  # that a mean is taken in, one for every 64th value
 
 
@@ -64,7 +70,7 @@ class Blockwise(Codec):
     ) -> None:
         kernels = self._kernels(x)
         if kernels is None:
-            self._encode_with_torch(x, payload, gain, residual, key)
+            self._merge_with_torch(x, (), payload, gain, residual, key)
         else:
             self._merge_with(kernels, x, (), payload, gain, residual, key, None, 1.0)
 
@@ -100,11 +106,22 @@ class Blockwise(Codec):
         out_gain: float = 1.0,
     ) -> bool:
         kernels = self._kernels(x)
-        if kernels is None:
+        if kernels is None and x.dtype != _computed_in(x.dtype):
             return super().merge(
                 x, received, payload, gain=gain, residual=residual, key=key, out=out, out_gain=out_gain
             )
+        if kernels is None:
+            self._merge_with_torch(x, received, payload, gain, residual, key)
+            return self._decode_with_torch(payload, out, out_gain, False)
         return self._merge_with(kernels, x, received, payload, gain, residual, key, out, out_gain)
+
+    def blocks(self, numel: int, dtype: torch.dtype = torch.float32) -> Blocks | None:
+        if self.levels < PATIENT_LEVELS or numel < self.block:
+            return None
+        scale_bytes = 8 if dtype == torch.float64 else 4
+        return Blocks(
+            numel // self.block, scale_bytes, self._bytes_of_scales(numel, dtype), self.block * self.bits // 8
+        )
 
     # -- with kernels -------------------------------------------------------------------------------------------------
 
@@ -171,21 +188,33 @@ class Blockwise(Codec):
 
     # -- with torch ---------------------------------------------------------------------------------------------------
 
-    def _encode_with_torch(self, x: Tensor, payload: Payload, gain: float, residual: Residual | None, key: int) -> None:
+    def _merge_with_torch(
+        self,
+        x: Tensor,
+        received: Sequence[Payload],
+        payload: Payload,
+        gain: float,
+        residual: Residual | None,
+        key: int,
+    ) -> None:
         payload.zero_()
         wide = _computed_in(x.dtype)
-        y = x.to(wide) * gain
-        if residual is not None:
-            y += residual.before.to(wide)
+        own = x.to(wide) * gain
+        y = own.clone() if residual is None else own + residual.before.to(wide)
+        for other in received:
+            self._decode_with_torch(other, y, 1.0, True)
+        told = [self._parts(other, y) for other in received]
         for first, rows, width, scales, words in self._parts(payload, y):
             values = y[first : first + rows * width].view(rows, width)
-            scale, codes = self._codes_of(values, key, first)
+            quiet = (own[first : first + rows * width].view(rows, width) == 0).all(1)
+            for _, _, _, their_scales, _ in map(next, told):
+                quiet &= their_scales == 0
+            scale, codes = self._codes_of(values, key, first, quiet)
             scales.copy_(scale)
             words.copy_(_packed(codes, self.bits, words.shape[1]))
             if residual is not None:
-                values -= self._values_of(codes, scale.unsqueeze(1))  # y is not needed any more
-        if residual is not None:
-            residual.after.copy_(y)
+                part = residual.after[first : first + rows * width].view(rows, width)
+                part.copy_(values - self._values_of(codes, scale.unsqueeze(1)))
 
     def _decode_with_torch(self, payload: Payload, out: Tensor, gain: float, add: bool) -> bool:
         self._room(out, payload)
@@ -215,8 +244,11 @@ class Blockwise(Codec):
             narrow = words.numel() - start
             yield whole * self.block, 1, rest, scales[whole : whole + 1], words[start : start + narrow].view(1, narrow)
 
-    def _codes_of(self, values: Tensor, key: int, first: int) -> tuple[Tensor, Tensor]:
-        """The scale of each row, and the code of each value: whole numbers in a float dtype."""
+    def _codes_of(self, values: Tensor, key: int, first: int, quiet: Tensor) -> tuple[Tensor, Tensor]:
+        """The scale of each row, and the code of each value: whole numbers in a float dtype.
+
+        ``quiet``: the rows that nobody has a gradient for.
+        """
         numbers = torch.finfo(values.dtype)
         magnitudes = values.abs()
         largest = magnitudes.amax(1)
@@ -226,7 +258,10 @@ class Blockwise(Codec):
             codes = (values < 0).to(values.dtype).neg()
         else:
             scale = (largest / self.levels).clamp(max=scale_limit(values.dtype, self.levels))
-            scale = torch.where(scale < numbers.tiny, 0.0, scale)
+            nothing = scale < numbers.tiny
+            if self.levels >= PATIENT_LEVELS:
+                nothing |= quiet
+            scale = torch.where(nothing, 0.0, scale)
             reciprocal = torch.where(scale == 0, 0.0, 1 / scale).unsqueeze(1)
             if self.stochastic:
                 rows, width = values.shape

@@ -24,7 +24,9 @@ from gradsync.codecs.dense import Dense
 from gradsync.codecs.sparse import Sparse
 from gradsync.comm.base import Communicator, Finished, Work
 from gradsync.reducers.base import Reducer
+from gradsync.reducers.bundle import LARGEST_NUMEL
 from gradsync.reducers.feedback import FEEDBACKS, Feedback, Memory, MomentumCorrection, Turn, worked_in
+from gradsync.reducers.quiet import Packing
 from gradsync.reducers.rules import MIN_NUMEL, CodecRule, Rules
 from gradsync.reducers.shards import Piece, Shards, cut
 
@@ -35,11 +37,24 @@ WHOLE: dict[torch.dtype, Codec] = {torch.float16: Fp16(), torch.bfloat16: Bf16()
 class _Wire:
     """What one bucket needs on its way, kept from step to step."""
 
-    codecs: tuple[Codec, ...]
+    codecs: dict[str, Codec]  # of the slots that are not bundled
     shards: Shards
+    packings: list[Packing]  # of each shard
     given: Tensor  # a row for each rank: what this rank sends, and afterwards everyone's answers
     got: Tensor
     answer: Tensor
+    bytes_given: int  # at the last step, to all others together
+
+    def pack(self, comm: Communicator) -> list[int] | None:
+        """Make what is given as short as it can be; returns how many bytes of each row count, if not all do."""
+        if not comm.sends_used_only or not self.given.is_cpu:
+            return None
+        used = [0] * comm.world_size
+        for rank in range(comm.world_size):
+            if rank != comm.rank:
+                used[rank] = self.packings[rank % len(self.packings)].pack(self.given[rank])
+        self.bytes_given = sum(used)
+        return used
 
 
 @spec.register("reducer", "compressed")
@@ -79,6 +94,7 @@ class Compressed(Reducer):
         self._settle_stages({torch.float32})
         self._wires: dict[int, _Wire] = {}
         self._chosen: dict[str, Codec] = {}
+        self._warms_up = any(type(codec).at is not Codec.at for _, codec in self.rules.patterns)
 
     def _make_feedback(self) -> Feedback:
         sparse = [codec for _, codec in self.rules.patterns if isinstance(codec, Sparse | Chain)]
@@ -138,57 +154,66 @@ class Compressed(Reducer):
 
     def _reduce_by_sum(self, bucket: Bucket, comm: Communicator) -> Iterator[Work]:
         wire = self._wire_of(bucket, comm.world_size)
-        row, pieces = wire.given[0], wire.shards.rows[0]
+        row, pieces, bundle = wire.given[0], wire.shards.rows[0], wire.shards.bundle
         for piece in pieces:
             self._feedback.give(self._turn(piece, bucket, comm), piece.payload(row))
+        bundle.give(row)
         assert self._sums_as is not None
         yield comm.all_reduce(row.view(self._sums_as))
         for piece in pieces:
             turn = self._turn(piece, bucket, comm)
             self._end(turn, bucket, finite=self._feedback.take(turn, piece.payload(row)))
+        self.nonfinite += bundle.take_sum([row])
 
     def _reduce_by_exchange(self, bucket: Bucket, comm: Communicator) -> Iterator[Work]:
         """Two ranks: each gives all of its own to the other. That is no more than two halves, and one stage less."""
         wire, peer = self._wire_of(bucket, comm.world_size), 1 - comm.rank
-        pieces, mine, theirs = wire.shards.rows[0], wire.given[peer], wire.got[peer]
+        pieces, bundle = wire.shards.rows[0], wire.shards.bundle
+        mine, theirs = wire.given[peer], wire.got[peer]
         for piece in pieces:
             self._feedback.give(self._turn(piece, bucket, comm), piece.payload(mine))
+        bundle.give(mine)
         for slot in bucket.slots:
             slot.release()
-        yield comm.all_to_all(wire.given, out=wire.got)
+        yield comm.all_to_all(wire.given, out=wire.got, own=False, used=wire.pack(comm))
+        for row in (mine, theirs):
+            wire.packings[0].unpack(row)
         ordered = (mine, theirs) if comm.rank == 0 else (theirs, mine)
         for piece in pieces:
             turn = self._turn(piece, bucket, comm)
             finite = self._feedback.take_sum(turn, [piece.payload(row) for row in ordered])
             self._end(turn, bucket, finite=finite)
+        self.nonfinite += bundle.take_sum(ordered)
 
     def _reduce_by_shards(self, bucket: Bucket, comm: Communicator) -> Iterator[Work]:
-        wire = self._wire_of(bucket, comm.world_size)
+        wire, last = self._wire_of(bucket, comm.world_size), comm.world_size - 1
+        bundle = wire.shards.bundle
         others = [rank for rank in range(comm.world_size) if rank != comm.rank]
         for rank in others:
             for piece in wire.shards.rows[rank]:
                 self._feedback.give(self._turn(piece, bucket, comm), piece.payload(wire.given[rank]))
-        yield comm.all_to_all(wire.given, out=wire.got)
+        bundle.give(wire.answer if comm.rank == last else wire.given[last])
+        yield comm.all_to_all(wire.given, out=wire.got, own=False, used=wire.pack(comm))
+        for rank in others:
+            wire.packings[comm.rank].unpack(wire.got[rank])
         for piece in wire.shards.rows[comm.rank]:
             received = [piece.payload(wire.got[rank]) for rank in others]
             turn = self._turn(piece, bucket, comm)
             self._end(turn, bucket, finite=self._feedback.answer(turn, received, piece.payload(wire.answer)))
+        if comm.rank == last:
+            bundle.add([wire.got[rank] for rank in others], wire.answer)
         yield comm.all_gather(wire.answer, out=wire.given)
         for rank in others:
             for piece in wire.shards.rows[rank]:
                 turn = self._turn(piece, bucket, comm)
                 self._end(turn, bucket, finite=self._feedback.take(turn, piece.payload(wire.given[rank])))
+        self.nonfinite += bundle.take_sum([wire.given[last]])
 
     def _turn(self, piece: Piece, bucket: Bucket, comm: Communicator) -> Turn:
         shared = piece.codec.sums_as is not None  # then all ranks choose alike
         key = _mix(self._seed, self._steps, piece.key, 0 if shared else 1 + comm.rank)
-        slot, scale = piece.slot, bucket.loss_scale
-        if slot is None:
-            x = out = bucket.flags
-            gain = scale = 1.0
-        else:
-            part = slice(piece.first, piece.end)
-            x, out, gain = slot.source[part], slot.flat[part], slot.source_gain / scale
+        slot, scale, part = piece.slot, bucket.loss_scale, slice(piece.first, piece.end)
+        x, out, gain = slot.source[part], slot.flat[part], slot.source_gain / scale
         dtype = worked_in(out.dtype)
         if dtype != out.dtype:
             x, out = x.to(dtype), torch.empty_like(out, dtype=dtype)
@@ -198,9 +223,8 @@ class Compressed(Reducer):
         """``out`` is written: put it where it belongs, and remember whether it is all numbers."""
         slot = turn.piece.slot
         if turn.out.dtype != bucket.buffer.dtype:
-            place = bucket.flags if slot is None else slot.flat[turn.piece.first : turn.piece.end]
-            place.copy_(turn.out)
-        if not finite and slot is not None:
+            slot.flat[turn.piece.first : turn.piece.end].copy_(turn.out)
+        if not finite:
             self.nonfinite.append(slot.name)
 
     def end_step(self, *, finite: bool) -> None:
@@ -210,31 +234,50 @@ class Compressed(Reducer):
 
     # -- what lies where ------------------------------------------------------------------------------------------
 
-    def _codecs_of(self, bucket: Bucket) -> tuple[Codec, ...]:
-        """What each slot is encoded by at this step."""
-        found = [self._chosen[slot.name].at(self._steps) for slot in bucket.slots]
-        summed, whole = self._sums_as is not None, self._whole(bucket)
-        return tuple(
-            whole if isinstance(codec, Dense) or (summed and codec.sums_as is None) else codec for codec in found
-        )
-
-    def _whole(self, bucket: Bucket) -> Codec:
-        """What sends values whole; what is added up must be of one dtype."""
-        return WHOLE.get(self._sums_as or bucket.buffer.dtype, Dense())
+    def _codecs_of(self, bucket: Bucket) -> dict[str, Codec]:
+        """What each slot is encoded by at this step; those that are not named are bundled."""
+        whole = WHOLE.get(self._sums_as or bucket.buffer.dtype, Dense())  # what is added up must be of one dtype
+        codecs: dict[str, Codec] = {}
+        for slot in bucket.slots:
+            codec = self._chosen[slot.name].at(self._steps)
+            if isinstance(codec, Dense) or (self._sums_as is not None and codec.sums_as is None):
+                codec = whole
+            bundled = isinstance(codec, Dense) and slot.flat.numel() <= LARGEST_NUMEL
+            if not bundled or self._feedback.minds(slot.name):
+                codecs[slot.name] = codec
+        return codecs
 
     def codecs(self) -> dict[str, str]:
         return {name: spec.render(codec) for name, codec in self._chosen.items()}
 
     def _wire_of(self, bucket: Bucket, world_size: int) -> _Wire:
-        codecs = self._codecs_of(bucket)
         wire = self._wires.get(bucket.index)
+        if wire is not None and not self._warms_up:
+            return wire
+        codecs = self._codecs_of(bucket)
         if wire is None or wire.codecs != codecs:
             summed = self._sums_as is not None
-            shards = cut(bucket, codecs, 1 if summed or world_size == 2 else world_size, flags=self._whole(bucket))
+            shards = cut(
+                bucket,
+                codecs,
+                1 if summed or world_size == 2 else world_size,
+                bundled=[slot for slot in bucket.slots if slot.name not in codecs],
+                bundled_as=self._sums_as or bucket.buffer.dtype,
+            )
             num_rows = 1 if summed else world_size
             given = torch.zeros(num_rows, shards.row_bytes, dtype=torch.uint8, device=bucket.device)
             got = given if summed else torch.zeros_like(given)
-            wire = self._wires[bucket.index] = _Wire(codecs, shards, given, got, torch.zeros_like(given[0]))
+            packings = [Packing(pieces, shards.row_bytes) for pieces in shards.rows]
+            wire = _Wire(
+                codecs,
+                shards,
+                packings,
+                given,
+                got,
+                answer=torch.zeros_like(given[0]),
+                bytes_given=(world_size - 1) * shards.row_bytes,
+            )
+            self._wires[bucket.index] = wire
         return wire
 
     def bytes_sent(self, bucket: Bucket, world_size: int) -> int:
@@ -244,8 +287,8 @@ class Compressed(Reducer):
         if self._sums_as is not None:
             return 2 * (world_size - 1) * wire.shards.row_bytes // world_size
         if world_size == 2:
-            return wire.shards.row_bytes
-        return 2 * (world_size - 1) * wire.shards.row_bytes
+            return wire.bytes_given
+        return wire.bytes_given + (world_size - 1) * wire.shards.row_bytes
 
     def unsent(self) -> dict[str, Tensor]:
         owed = self._feedback.memories.get("residuals")
@@ -272,6 +315,7 @@ class Compressed(Reducer):
         if set(state) != {"steps", "own", "shared"}:
             raise ValueError(f"expected the state of a compressed reducer; got {sorted(state)}.")
         self._steps = int(state["steps"])
+        self._wires = {}  # what is still owed of a parameter decides how it travels
         for key, memories in (("own", self._feedback.memories), ("shared", self._feedback.shared)):
             if set(state[key]) != set(memories):
                 raise ValueError(f"the state holds {sorted(state[key])}; this reducer keeps {sorted(memories)}.")

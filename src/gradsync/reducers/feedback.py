@@ -50,11 +50,9 @@ class Memory:
         self.now: dict[str, Tensor] = {}
         self._next: dict[str, Tensor] = {}
 
-    def of(self, turn: Turn) -> Residual | None:
-        """This piece's part; None for the flags, which lose nothing."""
+    def of(self, turn: Turn) -> Residual:
+        """This piece's part."""
         piece, slot = turn.piece, turn.piece.slot
-        if slot is None:
-            return None
         now = _entry(self.now, slot)
         after = _entry(self._next, slot) if turn.may_undo else now
         return Residual(now[piece.first : piece.end], after[piece.first : piece.end])
@@ -62,7 +60,6 @@ class Memory:
     def writable(self, turn: Turn) -> Tensor:
         """This piece's part to be changed in place."""
         part = self.of(turn)
-        assert part is not None, "the flags have no memory"
         if part.after.data_ptr() != part.before.data_ptr():
             part.after.copy_(part.before)
         return part.after
@@ -91,6 +88,8 @@ def _entry(tensors: dict[str, Tensor], slot: Slot) -> Tensor:
 class Feedback(abc.ABC):
     """How a rank encodes what it gives and what it answers, and what it remembers of it."""
 
+    minds_everything = False  # also of what travels whole it remembers something
+
     def __init__(self) -> None:
         self.memories: dict[str, Memory] = {}  # by kind; a rank's own, and their sum over the ranks is what counts
         self.shared: dict[str, Memory] = {}  # the same on all ranks
@@ -110,6 +109,10 @@ class Feedback(abc.ABC):
     def take_sum(self, turn: Turn, payloads: Sequence[Payload]) -> bool:
         """Write to ``out`` the sum of what all ranks gave, in rank order."""
         return turn.piece.codec.decode_sum(payloads, turn.out, gain=turn.out_gain, key=turn.key)
+
+    def minds(self, name: str) -> bool:
+        """Whether a parameter has to come by here even if it travels whole: something of it is still owed, perhaps."""
+        return self.minds_everything or any(name in memory.now for memory in self.memories.values())
 
     def end_step(self, *, finite: bool) -> None:
         """Keep what this step has changed, or forget it."""
@@ -162,6 +165,8 @@ class Ef21(Feedback):
     ever owed, so with another plan the estimates begin anew at zero.
     """
 
+    minds_everything = True
+
     def __init__(self) -> None:
         super().__init__()
         self._given = self.memories["estimates"] = Memory()
@@ -169,36 +174,26 @@ class Ef21(Feedback):
 
     def give(self, turn: Turn, payload: Payload) -> None:
         codec = turn.piece.codec
-        if turn.piece.slot is None:
-            codec.encode(turn.x, payload, gain=turn.gain)
-            return
         estimate = self._given.writable(turn)
         codec.encode(_off(turn, estimate), payload, key=turn.key)
         codec.decode(payload, estimate, add=True, key=turn.key)
 
     def answer(self, turn: Turn, received: Sequence[Payload], payload: Payload) -> bool:
         codec = turn.piece.codec
-        if turn.piece.slot is None:
-            return codec.merge(turn.x, received, payload, gain=turn.gain, out=turn.out, out_gain=turn.out_gain)
         others = self._given.writable(turn)
         for other in received:
             codec.decode(other, others, add=True, key=turn.key)
         result = self._result.of(turn)
-        assert result is not None
         codec.encode(_off(turn, result.before).add_(others), payload, key=turn.key)
         return self.take(turn, payload)
 
     def take(self, turn: Turn, payload: Payload) -> bool:
-        if turn.piece.slot is None:
-            return super().take(turn, payload)
         result = self._result.writable(turn)
         finite = turn.piece.codec.decode(payload, result, add=True, key=turn.key)
         torch.mul(result, turn.out_gain, out=turn.out)
         return finite
 
     def take_sum(self, turn: Turn, payloads: Sequence[Payload]) -> bool:
-        if turn.piece.slot is None:
-            return super().take_sum(turn, payloads)
         result, codec = self._result.writable(turn), turn.piece.codec
         finite = True
         for payload in payloads:
@@ -222,6 +217,8 @@ class MomentumCorrection(Feedback):
     momentum of its own. What is sent whole keeps its velocity: that is plain momentum.
     """
 
+    minds_everything = True
+
     def __init__(self, *, momentum: float, clip_norm: float | None) -> None:
         super().__init__()
         self._momentum = momentum
@@ -231,9 +228,6 @@ class MomentumCorrection(Feedback):
 
     def give(self, turn: Turn, payload: Payload) -> None:
         codec = turn.piece.codec
-        if turn.piece.slot is None:
-            codec.encode(turn.x, payload, gain=turn.gain)
-            return
         velocity = self._gather(turn)
         codec.encode(velocity, payload, residual=self._residuals.of(turn), key=turn.key)
         if isinstance(codec, Sparse | Chain):
@@ -241,8 +235,6 @@ class MomentumCorrection(Feedback):
 
     def answer(self, turn: Turn, received: Sequence[Payload], payload: Payload) -> bool:
         codec = turn.piece.codec
-        if turn.piece.slot is None:
-            return codec.merge(turn.x, received, payload, gain=turn.gain, out=turn.out, out_gain=turn.out_gain)
         velocity = self._gather(turn)
         residual = self._residuals.of(turn)
         finite = codec.merge(
@@ -256,7 +248,6 @@ class MomentumCorrection(Feedback):
         """The velocity with this step's gradient in it."""
         gain = turn.gain
         if self._clip_norm is not None:
-            assert turn.piece.slot is not None
             norm = float(torch.linalg.vector_norm(turn.piece.slot.source)) * turn.gain
             limit = self._clip_norm * turn.share / math.sqrt(turn.world_size)
             gain *= min(1.0, limit / norm) if norm > 0 else 1.0

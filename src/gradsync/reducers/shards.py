@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gradsync.bucket import Bucket
-from gradsync.codecs.base import Codec, Payload
+from gradsync.codecs.base import Blocks, Codec, Payload
+from gradsync.reducers.bundle import Bundle
 from gradsync.slot import Slot
 
 # Parameters are cut at multiples of this many values, counted from their beginning. Blocks of quantization divide it:
 # they never cross parameters, and are the same whatever the number of ranks.
 GRAIN = 1024
+HEAD_BYTES = 8  # that a row begins with: see quiet.py
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of one parameter, or a bucket's flags, with its place in a shard's payload."""
+    """A part of one parameter, with its place in a shard's payload."""
 
-    slot: Slot | None  # None: the flags
+    slot: Slot
     first: int  # values of the slot, as they lie in memory
     end: int
     codec: Codec
     at: int  # its first byte in the payload
     num_bytes: int
     key: int  # tells it from other pieces, in whatever bucket it lies
+    blocks: Blocks | None = None  # of its payload, that need not be sent while they are zero
 
     def payload(self, row: Tensor) -> Payload:
         return Payload(row[self.at : self.at + self.num_bytes])
@@ -36,29 +39,41 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shards:
-    """For each rank the pieces that it sums, and how long the payload of any of them is."""
+    """For each rank the pieces that it sums, and how long the payload of any of them is.
+
+    The bundle belongs to the last rank.
+    """
 
     rows: tuple[tuple[Piece, ...], ...]
+    bundle: Bundle
     row_bytes: int
 
 
-def cut(bucket: Bucket, codecs: Sequence[Codec], num_shards: int, *, flags: Codec) -> Shards:
-    """Cut so that all shards are about equally long on the wire. ``codecs``: one a slot; ``flags``: for the flags."""
+def cut(
+    bucket: Bucket, codecs: Mapping[str, Codec], num_shards: int, *, bundled: Sequence[Slot], bundled_as: torch.dtype
+) -> Shards:
+    """Cut so that all shards are about equally long on the wire.
+
+    ``codecs``: by name, of every slot that is not bundled. ``bundled``: the slots that travel whole, with the flags, in
+    values of the dtype ``bundled_as``.
+    """
     dtype = torch.float32 if bucket.buffer.dtype.itemsize < 4 else bucket.buffer.dtype  # what the codecs see
-    costs = [codec.encoded_bytes(slot.flat.numel(), dtype) for slot, codec in zip(bucket.slots, codecs, strict=True)]
+    slots = [slot for slot in bucket.slots if slot.name in codecs]
+    costs = [codecs[slot.name].encoded_bytes(slot.flat.numel(), dtype) for slot in slots]
     target = sum(costs) / num_shards
     rows: list[list[Piece]] = [[] for _ in range(num_shards)]
-    ends = [0] * num_shards
+    ends = [HEAD_BYTES] * num_shards
 
-    def place(owner: int, slot: Slot | None, first: int, end: int, codec: Codec) -> None:
+    def place(owner: int, slot: Slot, first: int, end: int, codec: Codec) -> None:
         num_bytes = codec.encoded_bytes(end - first, dtype)
-        key = 0 if slot is None else zlib.crc32(f"{slot.name} {first}".encode())
-        rows[owner].append(Piece(slot, first, end, codec, ends[owner], num_bytes, key))
+        key = zlib.crc32(f"{slot.name} {first}".encode())
+        blocks = codec.blocks(end - first, dtype)
+        rows[owner].append(Piece(slot, first, end, codec, ends[owner], num_bytes, key, blocks))
         ends[owner] += num_bytes
 
     owner, filled = 0, 0.0
-    for slot, codec, cost in zip(bucket.slots, codecs, costs, strict=True):
-        numel, first = slot.flat.numel(), 0
+    for slot, cost in zip(slots, costs, strict=True):
+        codec, numel, first = codecs[slot.name], slot.flat.numel(), 0
         while first < numel:
             per_value = cost / numel
             fitting = round((target - filled) / per_value / GRAIN) * GRAIN
@@ -68,5 +83,6 @@ def cut(bucket: Bucket, codecs: Sequence[Codec], num_shards: int, *, flags: Code
                 continue
             place(owner, slot, first, first + take, codec)
             first, filled = first + take, filled + take * per_value
-    place(num_shards - 1, None, 0, bucket.flags.numel(), flags)
-    return Shards(tuple(tuple(row) for row in rows), max(ends))
+    bundle = Bundle(bucket, bundled, at=ends[-1], dtype=bundled_as)
+    ends[-1] += bundle.num_bytes
+    return Shards(tuple(tuple(row) for row in rows), bundle, max(ends))

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradsync.codecs.blockwise import LARGEST_BLOCK, SUMS, WORDS, scale_limit
+from gradsync.codecs.blockwise import LARGEST_BLOCK, PATIENT_LEVELS, SUMS, WORDS, scale_limit
 from gradsync.codecs.kernels.lanes import from_bits, get, pointer, put, scratch, shifted
-from gradsync.codecs.kernels.moves import add, fill, inlined, largest_bits, load, load_sum, store, streamable
+from gradsync.codecs.kernels.moves import add, add_to, fill, inlined, largest_bits, load, load_sum, store, streamable
 from gradsync.codecs.kernels.words import decode_words, encode_words
 from gradsync.compiled import VECTOR_BYTES, fence, numba
 
@@ -109,7 +109,13 @@ def _passes(
             first = index * block
             size, at = min(block, count - first), first * item
             words = pointer(payload + codes + index * words_a_block, np.int32)
-            if before != 0:
+            quiet = False
+            if levels >= PATIENT_LEVELS:
+                load(values, pointer(x + at, kind), size, factor)
+                quiet = largest_bits(values, size) == 0
+                if before != 0:
+                    add_to(values, pointer(before + at, kind), size)
+            elif before != 0:
                 load_sum(values, pointer(x + at, kind), pointer(before + at, kind), size, factor)
             else:
                 load(values, pointer(x + at, kind), size, factor)
@@ -120,6 +126,7 @@ def _passes(
                     pointer(start + codes + index * words_a_block, np.int32),
                     get(pointer(start, kind), index),
                 )
+                quiet = quiet and there == kind(0)
                 for j in range(0, width, WORDS):
                     decode_words(theirs, values, j, width, there, 1, bits, levels)
             fill(shifted(values, size), kind(0), width * (32 // bits) - size)  # the last words may not be full
@@ -133,7 +140,7 @@ def _passes(
                 scale = min(from_bits(magnitude) / kind(levels), kind(limit))
                 if magnitude >= infinity:
                     scale = kind(np.nan)
-                elif scale < kind(smallest):
+                elif quiet or scale < kind(smallest):
                     scale = kind(0)  # its reciprocal could be inf: these say nothing, and stay in the residual
                 else:
                     reciprocal = kind(1) / scale

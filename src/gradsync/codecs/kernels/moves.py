@@ -29,6 +29,13 @@ def load_sum(values: Any, x: Any, others: Any, count: int, gain: Any) -> None:
 
 
 @inlined
+def add_to(values: Any, others: Any, count: int) -> None:
+    """Add memory to scratch."""
+    for i in range(count):
+        put(values, i, get(values, i) + get(others, i))
+
+
+@inlined
 def add(out: Any, values: Any, count: int) -> None:
     """Add scratch to memory."""
     for i in range(count):

@@ -1,0 +1,87 @@
+"""What of a bucket travels whole and together: biases, norms and other small slots, and the flags.
+
+A model has as many small parameters as large ones. One by one they would cost a compressed step more time in Python
+than the large ones take to encode.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradsync.bucket import Bucket
+from gradsync.codecs.base import padded
+from gradsync.slot import Slot
+
+LARGEST_NUMEL = 1 << 16  # a slot above this is worth a piece of its own, which may be cut
+
+
+class _Row(NamedTuple):
+    """A bundle's part of a payload."""
+
+    values: Tensor
+    gradients: Tensor  # without the flags
+    parts: tuple[Tensor, ...]  # each slot's, then the flags
+
+
+class Bundle:
+    """Some slots of a bucket, and its flags, with their place in a shard's payload."""
+
+    def __init__(self, bucket: Bucket, slots: Sequence[Slot], *, at: int, dtype: torch.dtype) -> None:
+        self.slots = list(slots)
+        self._bucket = bucket
+        self._places = [*(slot.flat for slot in slots), bucket.flags]
+        self._lengths = [place.numel() for place in self._places]
+        self._num_flags = bucket.flags.numel()
+        self._numel = sum(self._lengths)
+        self._dtype = dtype
+        self._at = at
+        self.num_bytes = padded(self._numel * dtype.itemsize)
+        self._sum = torch.empty(self._numel, dtype=dtype, device=bucket.device)
+        self._sum_parts = self._sum.split(self._lengths)
+        self._rows: dict[int, _Row] = {}  # that it was asked about, by their address
+
+    def give(self, row: Tensor) -> None:
+        """Write this rank's share of the mean, in unscaled units."""
+        mine, scale = self._in(row), self._bucket.loss_scale
+        torch._foreach_copy_(mine.parts, [*(slot.source for slot in self.slots), self._bucket.flags])
+        gains = {slot.source_gain for slot in self.slots}
+        if len(gains) == 1:
+            _multiply(mine.gradients, gains.pop() / scale)
+        else:
+            for slot, part in zip(self.slots, mine.parts, strict=False):
+                _multiply(part, slot.source_gain / scale)
+
+    def add(self, received: Sequence[Tensor], row: Tensor) -> None:
+        """Add what others gave to what this rank did."""
+        values = self._in(row).values
+        for other in received:
+            values += self._in(other).values
+
+    def take_sum(self, rows: Sequence[Tensor]) -> list[str]:
+        """Put the sum of some rows, in their order, where it belongs; returns the slots that are not all numbers."""
+        first, *others = (self._in(row).values for row in rows)
+        total = torch.add(first, others[0], out=self._sum) if others else self._sum.copy_(first)
+        for other in others[1:]:
+            total += other
+        finite = math.isfinite(torch.linalg.vector_norm(total, math.inf))
+        _multiply(total[: -self._num_flags], self._bucket.loss_scale)
+        torch._foreach_copy_(self._places, self._sum_parts)
+        return [] if finite else [slot.name for slot in self.slots if not bool(slot.flat.isfinite().all())]
+
+    def _in(self, row: Tensor) -> _Row:
+        found = self._rows.get(row.data_ptr())
+        if found is None:
+            values = row[self._at : self._at + self._numel * self._dtype.itemsize].view(self._dtype)
+            found = _Row(values, values[: -self._num_flags], values.split(self._lengths))
+            self._rows[row.data_ptr()] = found
+        return found
+
+
+def _multiply(values: Tensor, factor: float) -> None:
+    if factor != 1.0:
+        values *= factor
