@@ -92,20 +92,18 @@ class Bucket:
             for slot in self.slots:
                 slot.fresh = None
         used = [slot.has_gradient for slot in self.slots]
-        done = [slot.scaled or slot.fresh is not None for slot in self.slots]
         with torch.no_grad():
+            self._collect_rest(factor)
             for slot in self.slots:
-                if slot.fresh is not None:
-                    continue
-                slot.collect()
                 if not used[slot.index]:
                     slot.view.zero_()  # it still holds the last mean
             if factor == 0.0:
                 self.buffer.zero_()
             elif factor != 1.0:
+                done = [slot.scaled or slot.fresh is not None for slot in self.slots]
                 if not any(done):
                     self.buffer.mul_(factor)
-                else:
+                elif not all(done):
                     for slot in self.slots:
                         if used[slot.index] and not done[slot.index]:
                             slot.view.mul_(factor)
@@ -113,6 +111,21 @@ class Bucket:
                 self.flags.fill_(1.0)
             else:
                 self.flags.copy_(torch.tensor(used, dtype=self.flags.dtype))
+
+    def _collect_rest(self, factor: float) -> None:
+        """Bring in what still lies where autograd put it and is not lent: all small ones at once."""
+        rest = [slot for slot in self.slots if slot.fresh is None and slot.is_outside]
+        whole = [slot for slot in rest if not slot.held]
+        for slot in rest:
+            if slot.held:
+                slot.collect()
+        if whole:
+            views = [slot.view for slot in whole]
+            torch._foreach_copy_(views, [grad for slot in whole if (grad := slot.param.grad) is not None])
+            if factor != 1.0:
+                torch._foreach_mul_(views, factor)
+        for slot in whole:
+            slot.scaled, slot.param.grad = True, slot.view
 
     def checksum(self) -> float:
         """A sum of all that this rank gives."""

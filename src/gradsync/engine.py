@@ -31,7 +31,7 @@ from gradsync.profiling.seam import SILENT, Recording
 from gradsync.replicas import copy_training_state, hyperparameter_checksum
 from gradsync.samedata import SameDataWatch
 from gradsync.settings import Settings
-from gradsync.slot import AnySlot, SparseSlot
+from gradsync.slot import AnySlot, Slot, SparseSlot
 from gradsync.stepping import StepGate
 from gradsync.strategies.base import Strategy
 from gradsync.training import Training
@@ -160,19 +160,30 @@ class Engine:
             return  # it is right where autograd put it; what several backwards have gathered is put right at the end
         if slot.ready:
             raise GradSyncError(f"parameter {name} got a second gradient in one backward, after the first was sent.")
-        if backward.factor is None and self.window.num_backwards == 1:
-            self._learn_factor(block=False)
-        alone = self.window.num_backwards == 1
-        if not (alone and self.strategy.reads_fresh_gradients and slot.lend(backward.factor)):
-            slot.collect(backward.factor if alone else None)
+        self._bring_in(slot, backward)
+        bucket = slot.bucket
         slot.ready = True
-        slot.bucket.missing -= 1
-        if not slot.bucket.missing:
-            self.recorder.ready(slot.bucket.index)
+        bucket.missing -= 1
         if self._planner.ready_order is not None:
             self._planner.ready_order.append(name)
+        if not bucket.missing:
+            self.recorder.ready(bucket.index)
+        elif slot.is_small:
+            return  # a hook costs most where it runs through code that the caches have lost since the last one
         self._launch(final=False)
         self.strategy.advance()
+
+    def _bring_in(self, slot: Slot, backward: _Backward) -> None:
+        """Have a gradient where the reducer will look for it."""
+        if self.window.num_backwards > 1:
+            slot.collect()
+            return
+        if slot.is_small:
+            return  # the bucket takes it when it is sealed
+        if backward.factor is None:
+            self._learn_factor(block=False)
+        if not (self.strategy.reads_fresh_gradients and slot.lend(backward.factor)):
+            slot.collect(backward.factor)
 
     # -- one backward ---------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from gradsync.comm.base import Loan
 if TYPE_CHECKING:
     from gradsync.bucket import Bucket
 
+SMALL_BYTES = 64 * 1024  # gradients up to here are brought into the bucket together, when it is full
 STREAMED_BYTES = 256 * 1024  # gradients from here on are written past the cache: it could not hold them anyhow
 
 
@@ -27,6 +28,7 @@ class Slot:
         self.flat = flat  # the same part as it lies in memory: real numbers in a row
         self.fresh: Tensor | None = None  # a gradient that lies, in the same order, where autograd put it
         self.kept = (0, flat.numel())  # what of it, from and to, its reader takes from there
+        self.is_small = flat.nbytes <= SMALL_BYTES
         self.index = index  # its flag's place in bucket.flags
         self.ready = False  # its gradient of the current backward is in
         self.held = False  # it has gathered gradients, and .grad was taken away meanwhile (see Engine)
@@ -37,6 +39,12 @@ class Slot:
     def start(self) -> int:
         """Where in ``bucket.storage`` it begins, counted in real numbers."""
         return int(self.flat.storage_offset() - self.bucket.storage.storage_offset())
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether ``.grad`` is a tensor of autograd's own, and not the view."""
+        grad = self.param.grad
+        return grad is not None and grad is not self.view
 
     @property
     def has_gradient(self) -> bool:
