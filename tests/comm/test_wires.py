@@ -20,8 +20,8 @@ from tests.ranks import run_processes
 MIB = 1 << 20
 
 
-def connected() -> C10d:
-    comm = gradsync.connect("c10d", timeout_s=20)
+def connected(timeout_s: float = 20) -> C10d:
+    comm = gradsync.connect("c10d", timeout_s=timeout_s)
     group = comm.clone()
     assert isinstance(group, C10d)
     return group
@@ -191,6 +191,60 @@ def meet_among_strangers() -> list[str]:
 def test_strangers_are_turned_away() -> None:
     for knocked in run_processes(3, meet_among_strangers):
         assert "let in" not in knocked
+
+
+def come_late_to_the_door() -> list[float]:
+    """Rank 0 takes so long to open that the others give up and knock again."""
+    comm = connected()
+    wires.ANSWER_S, plain = 0.3, wires.meet
+
+    def late(
+        rank: int,
+        share: Callable[[wires.Door], Sequence[wires.Door]],
+        addresses: list[str],
+        watch: Watch,
+        call: Call,
+    ) -> wires.Wires:
+        def shared(door: wires.Door) -> Sequence[wires.Door]:
+            doors = share(door)
+            time.sleep(0.8 if rank == 0 else 0.0)
+            return doors
+
+        return plain(rank, shared, addresses, watch, call)
+
+    from gradsync.comm import c10d
+
+    c10d.meet = late
+    out = torch.zeros(comm.world_size, 4)
+    comm.all_to_all(torch.full((comm.world_size, 4), float(comm.rank)), out=out).wait()
+    return out[:, 0].tolist()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_knock_that_was_given_up_is_not_taken_for_a_rank(world_size: int) -> None:
+    expected = [float(rank) for rank in range(world_size)]
+    assert run_processes(world_size, come_late_to_the_door) == [expected] * world_size
+
+
+def never_open() -> str:
+    """Rank 0 is alive, but nobody can reach it."""
+    comm = connected(timeout_s=3)
+    from gradsync.comm import c10d
+
+    plain = c10d.meet
+    if comm.rank == 0:
+        c10d.meet = lambda rank, share, addresses, watch, call: plain(
+            rank, lambda door: share(wires.Door(["127.0.0.1"], 9, door.token)), addresses, watch, call
+        )
+    start_s = time.monotonic()
+    with pytest.raises(gradsync.GradSyncError) as caught:
+        comm.all_to_all(torch.zeros(2, 4), out=torch.zeros(2, 4)).wait()
+    assert time.monotonic() - start_s < 10
+    return type(caught.value).__name__
+
+
+def test_ranks_that_can_not_reach_each_other_say_so_in_time() -> None:
+    assert set(run_processes(2, never_open)) <= {"PeerLost", "CollectiveFailed"}
 
 
 def leave_a_child() -> int:

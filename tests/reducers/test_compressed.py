@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 import gradsync
 from gradsync import spec
+from gradsync.bucket import BucketPlan
 from gradsync.comm import Communicator, run_ranks
+from gradsync.comm.base import Solo
 from gradsync.reducers import Compressed
 from gradsync.strategies import AllReduce
 
@@ -330,6 +332,47 @@ def test_the_bytes_of_a_step_do_not_grow_with_the_world() -> None:
     for world in (2, 4, 8):
         plain = 2 * (world - 1) / world * whole
         assert plain / run_ranks(world, sent)[0] > 3.9
+
+
+def test_a_rank_that_inherits_nothing_knows_of_what_the_others_owe() -> None:
+    # Whether something is owed of a parameter decides how it travels: on all ranks alike.
+    states = [{"steps": 3, "own": {"residuals": {"a": torch.ones(4)}}, "shared": {}} for _ in range(2)]
+    heirs = [Compressed("int8").redistribute(states, rank, 3)["own"]["residuals"] for rank in range(3)]
+    assert [own["a"].tolist() for own in heirs] == [[1.0] * 4, [1.0] * 4, [0.0] * 4]
+
+
+@pytest.mark.parametrize("world", [3, 8])
+def test_many_small_parameters_are_shared_among_the_shards(world: int) -> None:
+    shapes = [(100, 100) if index % 4 == 0 else (1500,) for index in range(40)]
+    params = {str(index): nn.Parameter(torch.zeros(shape)) for index, shape in enumerate(shapes)}
+    plan = BucketPlan([list(params)], [], params, Solo())
+
+    def bytes_sent(world_size: int) -> int:
+        reducer = Compressed("int4")
+        reducer.attach(plan, Solo())
+        return reducer.bytes_sent(plan.buckets[0], world_size)
+
+    assert bytes_sent(world) < 1.15 * 2 * (world - 1) / world * bytes_sent(2)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
+def test_what_was_owed_of_a_parameter_that_goes_whole_now_is_sent(before: int, after: int) -> None:
+    saved = run_ranks(before, lambda comm: run(comm, strategy_of("int4"), 2, lr=0.05))
+    rules = AllReduce(reducer=Compressed({"0.*": "int4", "*": "dense"}))
+    states = [{**rank["sync"], "strategy": spec.render(rules)} for rank in saved]
+    state = {"model": saved[0]["model"], "sync": states}
+
+    def go_on(comm: Communicator) -> dict[str, Any]:
+        return run(comm, spec.parse(spec.render(rules), kind="strategy"), 5, start=2, lr=0.05, state=state)
+
+    ranks = run_ranks(after, go_on)
+    check_same_bits(ranks)
+    given = total([rank["given"] for rank in ranks])
+    name = "2.weight"
+    came = sum(owed(rank)[name].double() for rank in saved)
+    got = total(ranks[0]["got"])[name]
+    assert float((given[name] + came - got).norm() / given[name].norm()) < 2e-6
+    assert all(not bool(owed(rank)[name].any()) for rank in ranks)
 
 
 def test_patterns_choose_codecs_and_small_ones_go_whole() -> None:

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import gradsync
+from gradsync.bucket import BucketPlan
 from gradsync.codecs import Int4, Int8, Payload, Sign
 from gradsync.codecs.base import Codec
 from gradsync.comm import Communicator, run_ranks
+from gradsync.comm.base import Solo
+from gradsync.reducers import Compressed
 from gradsync.reducers.quiet import Packing
 from gradsync.reducers.shards import HEAD_BYTES, Piece
 from tests.ranks import run_processes
@@ -85,6 +88,15 @@ def test_a_row_that_is_not_what_it_says_is_refused() -> None:
     row[:HEAD_BYTES].view(torch.int64).sub_(256)
     with pytest.raises(ValueError, match="a packed row of"):
         packing.unpack(row)
+
+
+def test_on_other_devices_nothing_is_packed() -> None:
+    params = {"a": nn.Parameter(torch.zeros(64, 64, device="meta"))}
+    plan, reducer = BucketPlan([["a"]], [], params, Solo()), Compressed("int8")
+    reducer.attach(plan, Solo())
+    wire = reducer._wire_of(plan.buckets[0], 2)
+    wire.packings[0].unpack(wire.got[1])  # a row that is not in this process's memory can't be looked at
+    assert wire.packings[0].pack(wire.given[1]) == wire.shards.row_bytes
 
 
 WORDS, WIDTH, USED = 500, 512, 20

@@ -168,7 +168,7 @@ def _rehearse(reducer: Reducer, sample: Sequence[Gradient], world_size: int, com
             bucket.open()
             for slot in bucket.slots:
                 slot.param.grad = _fresh(slot)
-                if not (reducer.reads_fresh_gradients and slot.lend()):
+                if not (reducer.reads_fresh_gradients and not slot.is_small and slot.lend()):
                     slot.collect()
                 slot.ready = True
             bucket.seal(1.0 / world_size)

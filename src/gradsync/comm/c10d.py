@@ -123,7 +123,7 @@ class C10d(Communicator):
             raise ValueError(f"out must have tensor's shape {tuple(tensor.shape)}; got {tuple(out.shape)}.")
         check_rows(tensor, out[0], self.world_size, ("tensor", "out[0]"))
         check_contiguous(out, "out")
-        if tensor.is_cuda:
+        if not tensor.is_cpu:
             return self._start(
                 "all_to_all", tensor, lambda g: dist.all_to_all_single(out, tensor, group=g, async_op=True)
             )
@@ -150,7 +150,10 @@ class C10d(Communicator):
         def share(door: Door) -> list[Door]:
             return [Door(**said) for said in all_gather_object(self, dataclasses.asdict(door))]
 
-        return meet(self.rank, share, gloo_addresses(), self.watch, call)
+        try:
+            return meet(self.rank, share, gloo_addresses(), self.watch, call)
+        except OSError as error:
+            self.watch.raise_cause(call, str(error))
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
         self._check_peer(src, "src")

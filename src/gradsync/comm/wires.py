@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import hmac
 import os
 import queue
@@ -34,6 +35,7 @@ from gradsync.comm.watch import Call, Watch
 
 HEAD = struct.Struct("<QQQ")  # before each message: the exchange's number, how long a row is, how much of it follows
 HELLO = struct.Struct("<32sI")  # a connection's first words: the listener's token, and who calls
+WELCOME = b"!"  # said by who listens, and then by who calls: now both know that the other is there
 LOOK_S = 0.2  # how often a rank that meets the others looks whether one is lost
 GATHERED_BYTES = 1 << 20  # that the kernel keeps before it wakes who waits for them; it takes less if it has no room
 ANSWER_S = 5.0  # what a host may take to answer, and a caller to say who it is
@@ -96,6 +98,7 @@ class Wires:
         self._outgoing: queue.SimpleQueue[tuple[Parcel, Iterator[None]] | None] = queue.SimpleQueue()
         self._incoming: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
         self._error = ""
+        self._threads = 2
         for target in (self._send, self._receive):
             threading.Thread(target=target, name=f"gradsync-wires{target.__name__}", daemon=True).start()
         _open.add(self)
@@ -108,6 +111,9 @@ class Wires:
         with self._lock:
             self._number += 1
             parcel = Parcel(self._number, tensor, out, used, self._watch, call)
+            if self._error:
+                parcel.fail(self._error)
+                return parcel
             self._incoming.put(parcel)
             sending = self._sent_parts(parcel)
             if self._unsent or not self._sent_at_once(parcel, sending):
@@ -123,6 +129,14 @@ class Wires:
         self._outgoing.put(None)
         self._incoming.put(None)
         _open.discard(self)
+
+    def _leave(self) -> None:
+        """Said by each thread at its end; the last one closes the connections."""
+        with self._lock:
+            self._threads -= 1
+            if not self._threads:
+                for _, connection in self._to:
+                    connection.close()
 
     # -- sending --------------------------------------------------------------------------------------------------
 
@@ -165,6 +179,7 @@ class Wires:
             parcel.ended()
             with self._lock:
                 self._unsent -= 1
+        self._leave()
 
     # -- receiving ------------------------------------------------------------------------------------------------
 
@@ -178,6 +193,7 @@ class Wires:
             except OSError as error:
                 self._fail(parcel, RECEIVING, error)
             parcel.ended()
+        self._leave()
 
     def _receive_from(self, peer: int, connection: socket.socket, parcel: Parcel) -> None:
         head = bytearray(HEAD.size)
@@ -210,7 +226,10 @@ def _fill_at_leisure(connection: socket.socket, room: memoryview) -> None:
     while len(room):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(len(room), GATHERED_BYTES))
         poll.poll()
-        got = connection.recv_into(room, len(room), socket.MSG_DONTWAIT)
+        try:
+            got = connection.recv_into(room, len(room), socket.MSG_DONTWAIT)
+        except BlockingIOError:  # a poll may be wrong
+            continue
         if not got:
             raise ConnectionError("the other end is closed")
         room = room[got:]
@@ -220,7 +239,7 @@ def _fill_at_leisure(connection: socket.socket, room: memoryview) -> None:
 
 
 def meet(rank: int, share: Callable[[Door], Sequence[Door]], addresses: list[str], watch: Watch, call: Call) -> Wires:
-    """Connect with all others of a group, who make this call as well.
+    """Connect with all others of a group, who make this call as well. Raises OSError if that is not possible.
 
     ``share``: gives every rank's door in rank order for this rank's; ``addresses``: those of this host, likely ones
     first.
@@ -228,12 +247,13 @@ def meet(rank: int, share: Callable[[Door], Sequence[Door]], addresses: list[str
     with socket.create_server(("", 0), backlog=128) as listener:
         door = Door(addresses, listener.getsockname()[1], secrets.token_hex(16))
         doors = share(door)
+        call = dataclasses.replace(call, started_s=time.monotonic())  # a late rank was waited for until now
         connections = {peer: _call_at(doors[peer], peer, rank, watch, call) for peer in range(rank)}
         listener.settimeout(LOOK_S)
         while len(connections) < len(doors) - 1:
             watch.check(call)
-            caller = _let_in(listener, door.token, len(doors))
-            if caller is not None and caller[0] > rank:
+            caller = _let_in(listener, door.token, range(rank + 1, len(doors)))
+            if caller is not None:
                 connections[caller[0]] = caller[1]
     for connection in connections.values():
         connection.settimeout(None)  # who waits for a parcel has a timeout; the threads are woken by close()
@@ -260,14 +280,15 @@ def _knock(address: str, door: Door, rank: int) -> socket.socket:
     try:
         connection.sendall(HELLO.pack(door.token.encode(), rank))
         _fill(connection, memoryview(bytearray(1)))  # a stranger who listens at that port would not answer
+        connection.sendall(WELCOME)  # one who has given up meanwhile, and knocks again, would not either
     except OSError:
         connection.close()
         raise
     return connection
 
 
-def _let_in(listener: socket.socket, token: str, world_size: int) -> tuple[int, socket.socket] | None:
-    """Whoever comes next, if it is one of the ranks."""
+def _let_in(listener: socket.socket, token: str, ranks: range) -> tuple[int, socket.socket] | None:
+    """Whoever comes next, if it is one of these ranks."""
     try:
         connection, _ = listener.accept()
     except TimeoutError:
@@ -277,8 +298,9 @@ def _let_in(listener: socket.socket, token: str, world_size: int) -> tuple[int, 
     try:
         _fill(connection, memoryview(hello))
         said, peer = HELLO.unpack(hello)
-        if hmac.compare_digest(said, token.encode()) and peer < world_size:
-            connection.sendall(b"!")
+        if hmac.compare_digest(said, token.encode()) and peer in ranks:
+            connection.sendall(WELCOME)
+            _fill(connection, memoryview(bytearray(1)))
             return peer, connection
     except OSError:
         pass

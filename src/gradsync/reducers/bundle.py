@@ -31,7 +31,7 @@ class _Row(NamedTuple):
 class Bundle:
     """Some slots of a bucket, and its flags, with their place in a shard's payload."""
 
-    def __init__(self, bucket: Bucket, slots: Sequence[Slot], *, at: int, dtype: torch.dtype) -> None:
+    def __init__(self, bucket: Bucket, slots: Sequence[Slot], dtype: torch.dtype) -> None:
         self.slots = list(slots)
         self._bucket = bucket
         self._places = [*(slot.flat for slot in slots), bucket.flags]
@@ -39,7 +39,7 @@ class Bundle:
         self._num_flags = bucket.flags.numel()
         self._numel = sum(self._lengths)
         self._dtype = dtype
-        self._at = at
+        self.at = 0  # its first byte in the payload
         self.num_bytes = padded(self._numel * dtype.itemsize)
         self._sum = torch.empty(self._numel, dtype=dtype, device=bucket.device)
         self._sum_parts = self._sum.split(self._lengths)
@@ -76,7 +76,7 @@ class Bundle:
     def _in(self, row: Tensor) -> _Row:
         found = self._rows.get(row.data_ptr())
         if found is None:
-            values = row[self._at : self._at + self._numel * self._dtype.itemsize].view(self._dtype)
+            values = row[self.at : self.at + self._numel * self._dtype.itemsize].view(self._dtype)
             found = _Row(values, values[: -self._num_flags], values.split(self._lengths))
             self._rows[row.data_ptr()] = found
         return found

@@ -47,7 +47,7 @@ class _Wire:
 
     def pack(self, comm: Communicator) -> list[int] | None:
         """Make what is given as short as it can be; returns how many bytes of each row count, if not all do."""
-        if not comm.sends_used_only or not self.given.is_cpu:
+        if not comm.sends_used_only:
             return None
         used = [0] * comm.world_size
         for rank in range(comm.world_size):
@@ -234,7 +234,7 @@ class Compressed(Reducer):
 
     # -- what lies where ------------------------------------------------------------------------------------------
 
-    def _codecs_of(self, bucket: Bucket) -> dict[str, Codec]:
+    def _codecs_of(self, bucket: Bucket, num_shards: int) -> dict[str, Codec]:
         """What each slot is encoded by at this step; those that are not named are bundled."""
         whole = WHOLE.get(self._sums_as or bucket.buffer.dtype, Dense())  # what is added up must be of one dtype
         codecs: dict[str, Codec] = {}
@@ -242,9 +242,15 @@ class Compressed(Reducer):
             codec = self._chosen[slot.name].at(self._steps)
             if isinstance(codec, Dense) or (self._sums_as is not None and codec.sums_as is None):
                 codec = whole
-            bundled = isinstance(codec, Dense) and slot.flat.numel() <= LARGEST_NUMEL
-            if not bundled or self._feedback.minds(slot.name):
-                codecs[slot.name] = codec
+            codecs[slot.name] = codec
+        dtype = worked_in(bucket.buffer.dtype)
+        sizes = {slot.name: codecs[slot.name].encoded_bytes(slot.flat.numel(), dtype) for slot in bucket.slots}
+        room = sum(sizes.values()) / num_shards  # the bundle belongs to one shard, which must not be longer for it
+        for slot in bucket.slots:
+            small = isinstance(codecs[slot.name], Dense) and slot.flat.numel() <= LARGEST_NUMEL
+            if small and sizes[slot.name] <= room and not self._feedback.minds(slot.name):
+                room -= sizes[slot.name]
+                del codecs[slot.name]
         return codecs
 
     def codecs(self) -> dict[str, str]:
@@ -254,20 +260,21 @@ class Compressed(Reducer):
         wire = self._wires.get(bucket.index)
         if wire is not None and not self._warms_up:
             return wire
-        codecs = self._codecs_of(bucket)
+        summed = self._sums_as is not None
+        num_shards = 1 if summed or world_size == 2 else world_size
+        codecs = self._codecs_of(bucket, num_shards)
         if wire is None or wire.codecs != codecs:
-            summed = self._sums_as is not None
             shards = cut(
                 bucket,
                 codecs,
-                1 if summed or world_size == 2 else world_size,
+                num_shards,
                 bundled=[slot for slot in bucket.slots if slot.name not in codecs],
                 bundled_as=self._sums_as or bucket.buffer.dtype,
             )
             num_rows = 1 if summed else world_size
             given = torch.zeros(num_rows, shards.row_bytes, dtype=torch.uint8, device=bucket.device)
             got = given if summed else torch.zeros_like(given)
-            packings = [Packing(pieces, shards.row_bytes) for pieces in shards.rows]
+            packings = [Packing(pieces if given.is_cpu else (), shards.row_bytes) for pieces in shards.rows]
             wire = _Wire(
                 codecs,
                 shards,
@@ -309,7 +316,11 @@ class Compressed(Reducer):
     def redistribute(self, states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
         if self._feedback_name == "ef21":  # estimates begin anew: nothing is owed
             return {"steps": states[0]["steps"], "own": {"estimates": {}}, "shared": {"results": {}}}
-        return super().redistribute(states, rank, world_size)
+        state = super().redistribute(states, rank, world_size)
+        for kind, own in state["own"].items():  # the names decide what lies where: they are the same on all ranks
+            for name, value in (item for saved in states for item in saved["own"][kind].items()):
+                own.setdefault(name, torch.zeros_like(value))
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if set(state) != {"steps", "own", "shared"}:

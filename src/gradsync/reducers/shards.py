@@ -60,7 +60,8 @@ def cut(
     dtype = torch.float32 if bucket.buffer.dtype.itemsize < 4 else bucket.buffer.dtype  # what the codecs see
     slots = [slot for slot in bucket.slots if slot.name in codecs]
     costs = [codecs[slot.name].encoded_bytes(slot.flat.numel(), dtype) for slot in slots]
-    target = sum(costs) / num_shards
+    bundle = Bundle(bucket, bundled, bundled_as)
+    target = (sum(costs) + bundle.num_bytes) / num_shards
     rows: list[list[Piece]] = [[] for _ in range(num_shards)]
     ends = [HEAD_BYTES] * num_shards
 
@@ -83,6 +84,6 @@ def cut(
                 continue
             place(owner, slot, first, first + take, codec)
             first, filled = first + take, filled + take * per_value
-    bundle = Bundle(bucket, bundled, at=ends[-1], dtype=bundled_as)
+    bundle.at = ends[-1]
     ends[-1] += bundle.num_bytes
     return Shards(tuple(tuple(row) for row in rows), bundle, max(ends))
