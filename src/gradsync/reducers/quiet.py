@@ -8,6 +8,7 @@ gains by that and the transport sends no more than is said, and unpacked when it
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -18,6 +19,15 @@ from gradsync.reducers.shards import HEAD_BYTES, Piece
 WORTH_IT = 4  # a row is packed if that saves the fourth part of it, or more
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+Scales = np.ndarray[tuple[int], np.dtype[np.floating[Any]]]
+
+
+class _View(NamedTuple):
+    """A row as numpy sees it."""
+
+    data: Bytes
+    length: np.ndarray[tuple[int], np.dtype[np.int64]]  # of what is packed; 0: nothing is
+    scales: list[Scales]  # of each piece that has blocks
 
 
 class Packing:
@@ -26,58 +36,63 @@ class Packing:
     def __init__(self, pieces: Sequence[Piece], row_bytes: int) -> None:
         self._row_bytes = row_bytes
         self._blocks = [(piece.at, blocks) for piece in pieces if (blocks := piece.blocks) is not None]
+        self._views: dict[int, _View] = {}  # of the rows that it was asked about, by their address
 
     def pack(self, row: Tensor) -> int:
         """Leave out what is quiet; returns how many bytes of the row are to be sent."""
         if not self._blocks:
             return self._row_bytes
-        data = row.numpy()
-        saved = sum(_num_quiet(data, at, blocks) * blocks.block_bytes for at, blocks in self._blocks)
-        is_packed = saved * WORTH_IT >= self._row_bytes
-        length = self._row_bytes - HEAD_BYTES - saved if is_packed else 0
-        data[:HEAD_BYTES].view(np.int64)[0] = length
-        if not is_packed:
+        data, packed_length, all_scales = self._view(row)
+        saved = 0
+        for (_, blocks), scales in zip(self._blocks, all_scales, strict=True):
+            saved += (blocks.num_blocks - int(np.count_nonzero(scales))) * blocks.block_bytes
+        if saved * WORTH_IT < self._row_bytes:
+            packed_length[0] = 0
             return self._row_bytes
         parts, done = [], HEAD_BYTES
-        for at, blocks in self._blocks:
-            first, end = at + blocks.start, at + blocks.end
-            parts += [data[done:first], _rows(data, at, blocks)[_scales(data, at, blocks) != 0].reshape(-1)]
-            done = end
+        for (at, blocks), scales in zip(self._blocks, all_scales, strict=True):
+            parts += [data[done : at + blocks.start], _rows(data, at, blocks)[scales != 0].reshape(-1)]
+            done = at + blocks.end
         packed = np.concatenate([*parts, data[done:]])
-        data[HEAD_BYTES : HEAD_BYTES + length] = packed
-        return HEAD_BYTES + length
+        data[HEAD_BYTES : HEAD_BYTES + len(packed)] = packed
+        packed_length[0] = len(packed)
+        return HEAD_BYTES + len(packed)
 
     def unpack(self, row: Tensor) -> None:
         """Put a row that has come back into its places."""
         if not self._blocks:
             return
-        data = row.numpy()
-        length = int(data[:HEAD_BYTES].view(np.int64)[0])
+        data, packed_length, all_scales = self._view(row)
+        length = int(packed_length[0])
         if length == 0:
             return
         packed: Bytes = data[HEAD_BYTES : HEAD_BYTES + length].copy()
         taken, done = 0, HEAD_BYTES
-        for at, blocks in self._blocks:
-            first, end = at + blocks.start, at + blocks.end
-            data[done:first] = packed[taken : taken + first - done]
-            taken += first - done
-            busy, rows = _scales(data, at, blocks) != 0, _rows(data, at, blocks)
+        for (at, blocks), scales in zip(self._blocks, all_scales, strict=True):
+            between = at + blocks.start - done
+            data[done : at + blocks.start] = packed[taken : taken + between]
+            taken += between
+            busy, rows = scales != 0, _rows(data, at, blocks)
             size = int(np.count_nonzero(busy)) * blocks.block_bytes
             if taken + size > length:
                 break
             rows[busy] = packed[taken : taken + size].reshape(-1, blocks.block_bytes)
             rows[~busy] = 0
-            taken, done = taken + size, end
+            taken, done = taken + size, at + blocks.end
         if length - taken != self._row_bytes - done:
             raise ValueError(f"a packed row of {length} bytes is not what its scales say it is.")
         data[done:] = packed[taken:]
 
+    def _view(self, row: Tensor) -> _View:
+        found = self._views.get(row.data_ptr())
+        if found is None:
+            data = row.numpy()
+            scales = [_scales(data, at, blocks) for at, blocks in self._blocks]
+            found = self._views[row.data_ptr()] = _View(data, data[:HEAD_BYTES].view(np.int64), scales)
+        return found
 
-def _num_quiet(data: Bytes, at: int, blocks: Blocks) -> int:
-    return blocks.num_blocks - int(np.count_nonzero(_scales(data, at, blocks)))
 
-
-def _scales(data: Bytes, at: int, blocks: Blocks) -> np.ndarray[tuple[int], np.dtype[np.floating]]:
+def _scales(data: Bytes, at: int, blocks: Blocks) -> Scales:
     size = blocks.num_blocks * blocks.scale_bytes
     return data[at : at + size].view(np.float32 if blocks.scale_bytes == 4 else np.float64)
 
