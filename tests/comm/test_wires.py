@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import gradsync
-from gradsync.comm import wires
+from gradsync.comm import c10d, doors, wires
 from gradsync.comm.c10d import C10d
 from gradsync.comm.watch import Call, Watch
 from tests.ranks import run_processes
@@ -145,29 +145,31 @@ def test_a_peer_that_dies_is_named() -> None:
     assert said[0] == "1"
 
 
+Share = Callable[[doors.Door], Sequence[doors.Door]]
+
+
+def change_share(change: Callable[[int, Share], Share]) -> None:
+    """Do something else in this process as the ranks tell each other where their doors are."""
+    plain = doors.meet
+
+    def meet(rank: int, share: Share, addresses: list[str], watch: Watch, call: Call) -> dict[int, socket.socket]:
+        return plain(rank, change(rank, share), addresses, watch, call)
+
+    c10d.meet = meet
+
+
+def exchanged_ranks(comm: C10d) -> list[float]:
+    out = torch.zeros(comm.world_size, 4)
+    comm.all_to_all(torch.full((comm.world_size, 4), float(comm.rank)), out=out).wait()
+    return out[:, 0].tolist()
+
+
 def meet_among_strangers() -> list[str]:
     """Strangers knock at every rank's door while it waits for the others."""
     comm = connected()
     knocked: list[str] = []
-    plain = wires.meet
 
-    def disturbed(
-        rank: int,
-        share: Callable[[wires.Door], Sequence[wires.Door]],
-        addresses: list[str],
-        watch: Watch,
-        call: Call,
-    ) -> wires.Wires:
-        def shared(door: wires.Door) -> list[wires.Door]:
-            doors = share(door)
-            for hello in (b"GET / HTTP/1.1\r\n\r\n" + b" " * 40, wires.HELLO.pack(b"0" * 32, 1), b""):
-                threading.Thread(target=knock, args=(door, hello), daemon=True).start()
-            time.sleep(0.3 * rank)
-            return list(doors)
-
-        return plain(rank, shared, addresses, watch, call)
-
-    def knock(door: wires.Door, hello: bytes) -> None:
+    def knock(door: doors.Door, hello: bytes) -> None:
         with socket.create_connection(("127.0.0.1", door.port), timeout=5) as stranger:
             stranger.sendall(hello)
             if not hello:
@@ -178,12 +180,18 @@ def meet_among_strangers() -> list[str]:
             except ConnectionResetError:
                 knocked.append("turned away")
 
-    from gradsync.comm import c10d
+    def disturbed(rank: int, share: Share) -> Share:
+        def shared(door: doors.Door) -> Sequence[doors.Door]:
+            all_doors = share(door)
+            for hello in (b"GET / HTTP/1.1\r\n\r\n" + b" " * 40, doors.HELLO.pack(b"0" * 32, 1), b""):
+                threading.Thread(target=knock, args=(door, hello), daemon=True).start()
+            time.sleep(0.3 * rank)
+            return all_doors
 
-    c10d.meet = disturbed
-    out = torch.zeros(comm.world_size, 4)
-    comm.all_to_all(torch.full((comm.world_size, 4), float(comm.rank)), out=out).wait()
-    assert out[:, 0].tolist() == [float(rank) for rank in range(comm.world_size)]
+        return shared
+
+    change_share(disturbed)
+    assert exchanged_ranks(comm) == [float(rank) for rank in range(comm.world_size)]
     comm.barrier()
     return knocked
 
@@ -196,28 +204,18 @@ def test_strangers_are_turned_away() -> None:
 def come_late_to_the_door() -> list[float]:
     """Rank 0 takes so long to open that the others give up and knock again."""
     comm = connected()
-    wires.ANSWER_S, plain = 0.3, wires.meet
+    doors.ANSWER_S = 0.3
 
-    def late(
-        rank: int,
-        share: Callable[[wires.Door], Sequence[wires.Door]],
-        addresses: list[str],
-        watch: Watch,
-        call: Call,
-    ) -> wires.Wires:
-        def shared(door: wires.Door) -> Sequence[wires.Door]:
-            doors = share(door)
+    def late(rank: int, share: Share) -> Share:
+        def shared(door: doors.Door) -> Sequence[doors.Door]:
+            all_doors = share(door)
             time.sleep(0.8 if rank == 0 else 0.0)
-            return doors
+            return all_doors
 
-        return plain(rank, shared, addresses, watch, call)
+        return shared
 
-    from gradsync.comm import c10d
-
-    c10d.meet = late
-    out = torch.zeros(comm.world_size, 4)
-    comm.all_to_all(torch.full((comm.world_size, 4), float(comm.rank)), out=out).wait()
-    return out[:, 0].tolist()
+    change_share(late)
+    return exchanged_ranks(comm)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -229,13 +227,8 @@ def test_a_knock_that_was_given_up_is_not_taken_for_a_rank(world_size: int) -> N
 def never_open() -> str:
     """Rank 0 is alive, but nobody can reach it."""
     comm = connected(timeout_s=3)
-    from gradsync.comm import c10d
-
-    plain = c10d.meet
     if comm.rank == 0:
-        c10d.meet = lambda rank, share, addresses, watch, call: plain(
-            rank, lambda door: share(wires.Door(["127.0.0.1"], 9, door.token)), addresses, watch, call
-        )
+        change_share(lambda rank, share: lambda door: share(doors.Door(["127.0.0.1"], 9, door.token)))
     start_s = time.monotonic()
     with pytest.raises(gradsync.GradSyncError) as caught:
         comm.all_to_all(torch.zeros(2, 4), out=torch.zeros(2, 4)).wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,13 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradsync.comm.base import Communicator, Finished, ReduceOp, Work, check_contiguous, check_op, check_rows
+from gradsync.comm.doors import Door, meet
 from gradsync.comm.feed import Feed
 from gradsync.comm.letters import Letter, OwnLetter
 from gradsync.comm.lifeline import Lifeline
 from gradsync.comm.objects import all_gather_object
 from gradsync.comm.rendezvous import Place, choose_gloo_interface, gloo_addresses
 from gradsync.comm.watch import Call, Watch
-from gradsync.comm.wires import Door, Wires, meet
+from gradsync.comm.wires import Wires
 
 WAIT_SLICE = timedelta(seconds=0.05)  # how often a blocked rank looks whether a peer is lost
 
@@ -143,10 +145,10 @@ class C10d(Communicator):
         call = self.watch.enter("all_to_all")
         self.watch.raise_if_lost(call)
         if self._wires is None:
-            self._wires = self._meet(call)
+            self._wires = Wires(self.rank, self._meet(call), self.watch)
         return self._wires.exchange(tensor, out, used, call)
 
-    def _meet(self, call: Call) -> Wires:
+    def _meet(self, call: Call) -> dict[int, socket.socket]:
         def share(door: Door) -> list[Door]:
             return [Door(**said) for said in all_gather_object(self, dataclasses.asdict(door))]
 
@@ -229,7 +231,7 @@ class C10d(Communicator):
         work = self.launch(launch, call)
         if tensor.is_cuda:
             return C10dWork(work, self.watch, call, on_cuda=True)
-        return Letter([work], self.watch, call)
+        return Letter(work, self.watch, call)
 
     def _opened(self, what: str) -> dist.ProcessGroup:
         if self._group is None:

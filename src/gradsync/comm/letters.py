@@ -17,7 +17,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -137,17 +137,16 @@ _counting = threading.Lock()
 
 
 class Letter(Errand):
-    """Sends and receives that Gloo has under way. It is over when all of them are."""
+    """A send or a receive that Gloo has under way."""
 
-    def __init__(self, works: Sequence[dist.Work], watch: Watch, call: Call) -> None:
+    def __init__(self, work: dist.Work, watch: Watch, call: Call) -> None:
         super().__init__(watch, call)
-        self._works = works
+        self._work = work
         in_a_thread(self._block)
 
     def _block(self) -> None:
         try:
-            for work in self._works:
-                _wait_for(work)
+            _wait_for(self._work)
         except RuntimeError as failed:
             self.fail(str(failed))
         self.ended()

@@ -14,19 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
-import hmac
 import os
 import queue
-import secrets
 import select
 import socket
 import struct
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -34,21 +29,8 @@ from gradsync.comm.letters import Errand
 from gradsync.comm.watch import Call, Watch
 
 HEAD = struct.Struct("<QQQ")  # before each message: the exchange's number, how long a row is, how much of it follows
-HELLO = struct.Struct("<32sI")  # a connection's first words: the listener's token, and who calls
-WELCOME = b"!"  # said by who listens, and then by who calls: now both know that the other is there
-LOOK_S = 0.2  # how often a rank that meets the others looks whether one is lost
 GATHERED_BYTES = 1 << 20  # that the kernel keeps before it wakes who waits for them; it takes less if it has no room
-ANSWER_S = 5.0  # what a host may take to answer, and a caller to say who it is
 SENDING, RECEIVING = "sending", "receiving"
-
-
-@dataclass(frozen=True)
-class Door:
-    """Where a rank can be reached, and the word that lets one in."""
-
-    addresses: list[str]
-    port: int
-    token: str
 
 
 class Parcel(Errand):
@@ -88,6 +70,9 @@ class Wires:
     """This rank's connections to all others of its group."""
 
     def __init__(self, rank: int, connections: dict[int, socket.socket], watch: Watch) -> None:
+        for connection in connections.values():
+            connection.settimeout(None)  # who waits for a parcel has a timeout; the threads are woken by close()
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         n = len(connections) + 1
         self._to = [(peer, connections[peer]) for peer in ((rank + step) % n for step in range(1, n))]
         self._from = self._to[::-1]
@@ -197,8 +182,8 @@ class Wires:
 
     def _receive_from(self, peer: int, connection: socket.socket, parcel: Parcel) -> None:
         head = bytearray(HEAD.size)
-        _fill_at_leisure(connection, memoryview(head))
-        _fill_at_leisure(connection, parcel.room_for(peer, head))
+        _fill(connection, memoryview(head))
+        _fill(connection, parcel.room_for(peer, head))
 
     def _fail(self, parcel: Parcel, what: str, error: OSError) -> None:
         """Nothing can follow: nobody knows any more how far the others have come."""
@@ -207,16 +192,7 @@ class Wires:
 
 
 def _fill(connection: socket.socket, room: memoryview) -> None:
-    """Block until all the room is filled, for as long as the connection's timeout says."""
-    while len(room):
-        got = connection.recv_into(room)
-        if not got:
-            raise ConnectionError("the other end is closed")
-        room = room[got:]
-
-
-def _fill_at_leisure(connection: socket.socket, room: memoryview) -> None:
-    """The same without a timeout, and woken as seldom as can be.
+    """Block until all the room is filled, and wake up as seldom as can be. No timeout: close() ends it.
 
     Whenever a thread wakes up, what the backward on this core had in its caches goes. So the kernel is told to gather
     much first: with a wake-up for each packet, a step at 1 Gbit/s took a twentieth longer.
@@ -233,79 +209,6 @@ def _fill_at_leisure(connection: socket.socket, room: memoryview) -> None:
         if not got:
             raise ConnectionError("the other end is closed")
         room = room[got:]
-
-
-# -- meeting ----------------------------------------------------------------------------------------------------------
-
-
-def meet(rank: int, share: Callable[[Door], Sequence[Door]], addresses: list[str], watch: Watch, call: Call) -> Wires:
-    """Connect with all others of a group, who make this call as well. Raises OSError if that is not possible.
-
-    ``share``: gives every rank's door in rank order for this rank's; ``addresses``: those of this host, likely ones
-    first.
-    """
-    with socket.create_server(("", 0), backlog=128) as listener:
-        door = Door(addresses, listener.getsockname()[1], secrets.token_hex(16))
-        doors = share(door)
-        call = dataclasses.replace(call, started_s=time.monotonic())  # a late rank was waited for until now
-        connections = {peer: _call_at(doors[peer], peer, rank, watch, call) for peer in range(rank)}
-        listener.settimeout(LOOK_S)
-        while len(connections) < len(doors) - 1:
-            watch.check(call)
-            caller = _let_in(listener, door.token, range(rank + 1, len(doors)))
-            if caller is not None:
-                connections[caller[0]] = caller[1]
-    for connection in connections.values():
-        connection.settimeout(None)  # who waits for a parcel has a timeout; the threads are woken by close()
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Wires(rank, connections, watch)
-
-
-def _call_at(door: Door, peer: int, rank: int, watch: Watch, call: Call) -> socket.socket:
-    end_s = time.monotonic() + watch.timeout_s
-    error: OSError | None = None
-    while time.monotonic() < end_s:
-        watch.raise_if_lost(call)
-        for address in door.addresses:
-            try:
-                return _knock(address, door, rank)
-            except OSError as failed:
-                error = failed
-        time.sleep(0.1)
-    raise ConnectionError(f"rank {peer} did not answer at {door.addresses} port {door.port}: {error}")
-
-
-def _knock(address: str, door: Door, rank: int) -> socket.socket:
-    connection = socket.create_connection((address, door.port), timeout=ANSWER_S)
-    try:
-        connection.sendall(HELLO.pack(door.token.encode(), rank))
-        _fill(connection, memoryview(bytearray(1)))  # a stranger who listens at that port would not answer
-        connection.sendall(WELCOME)  # one who has given up meanwhile, and knocks again, would not either
-    except OSError:
-        connection.close()
-        raise
-    return connection
-
-
-def _let_in(listener: socket.socket, token: str, ranks: range) -> tuple[int, socket.socket] | None:
-    """Whoever comes next, if it is one of these ranks."""
-    try:
-        connection, _ = listener.accept()
-    except TimeoutError:
-        return None
-    connection.settimeout(ANSWER_S)
-    hello = bytearray(HELLO.size)
-    try:
-        _fill(connection, memoryview(hello))
-        said, peer = HELLO.unpack(hello)
-        if hmac.compare_digest(said, token.encode()) and peer in ranks:
-            connection.sendall(WELCOME)
-            _fill(connection, memoryview(bytearray(1)))
-            return peer, connection
-    except OSError:
-        pass
-    connection.close()  # a stranger: somebody scans ports
-    return None
 
 
 _open: weakref.WeakSet[Wires] = weakref.WeakSet()

@@ -264,13 +264,7 @@ class Compressed(Reducer):
         num_shards = 1 if summed or world_size == 2 else world_size
         codecs = self._codecs_of(bucket, num_shards)
         if wire is None or wire.codecs != codecs:
-            shards = cut(
-                bucket,
-                codecs,
-                num_shards,
-                bundled=[slot for slot in bucket.slots if slot.name not in codecs],
-                bundled_as=self._sums_as or bucket.buffer.dtype,
-            )
+            shards = cut(bucket, codecs, num_shards, bundled_as=self._sums_as or bucket.buffer.dtype)
             num_rows = 1 if summed else world_size
             given = torch.zeros(num_rows, shards.row_bytes, dtype=torch.uint8, device=bucket.device)
             got = given if summed else torch.zeros_like(given)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -49,18 +49,15 @@ class Shards:
     row_bytes: int
 
 
-def cut(
-    bucket: Bucket, codecs: Mapping[str, Codec], num_shards: int, *, bundled: Sequence[Slot], bundled_as: torch.dtype
-) -> Shards:
+def cut(bucket: Bucket, codecs: Mapping[str, Codec], num_shards: int, *, bundled_as: torch.dtype) -> Shards:
     """Cut so that all shards are about equally long on the wire.
 
-    ``codecs``: by name, of every slot that is not bundled. ``bundled``: the slots that travel whole, with the flags, in
-    values of the dtype ``bundled_as``.
+    ``codecs``: of slots, by name. Those that are not named are bundled, in values of the dtype ``bundled_as``.
     """
     dtype = torch.float32 if bucket.buffer.dtype.itemsize < 4 else bucket.buffer.dtype  # what the codecs see
     slots = [slot for slot in bucket.slots if slot.name in codecs]
     costs = [codecs[slot.name].encoded_bytes(slot.flat.numel(), dtype) for slot in slots]
-    bundle = Bundle(bucket, bundled, bundled_as)
+    bundle = Bundle(bucket, [slot for slot in bucket.slots if slot.name not in codecs], bundled_as)
     target = (sum(costs) + bundle.num_bytes) / num_shards
     rows: list[list[Piece]] = [[] for _ in range(num_shards)]
     ends = [HEAD_BYTES] * num_shards
