@@ -16,6 +16,7 @@ from gradsync.slot import AnySlot, Slot, SparseSlot, real_dtype
 MIB = 1 << 20
 BUCKET_BYTES = 25 * MIB  # larger => fewer, longer collectives; smaller => they start earlier in backward
 FIRST_BUCKET_BYTES = 1 * MIB  # small, so that the wire is busy soon after backward begins
+LAST = 2  # when no more is to come than so many buckets hold, they are half as large: nothing hides the last ones
 LITTLE = 8  # what is less than this part of a bucket goes with the next parameter, however large that is
 ALIGN_BYTES = 64  # every gradient begins on a cache line: vector loads never straddle
 
@@ -88,44 +89,51 @@ class Bucket:
         A gradient that is lent is left where it is: its reader multiplies it.
         """
         self.factor = factor
-        if factor == 0.0:
-            for slot in self.slots:
+        lies_outside, unscaled, unused = [], [], []
+        for slot in self.slots:
+            if factor == 0.0:
                 slot.fresh = None
-        used = [slot.has_gradient for slot in self.slots]
+            if slot.fresh is not None:
+                continue
+            grad = slot.param.grad
+            if grad is None and not slot.held:
+                unused.append(slot)
+            elif grad is None or grad is slot.view or slot.held:
+                slot.collect()
+                if not slot.scaled:
+                    unscaled.append(slot)
+            else:
+                lies_outside.append((slot, grad))
         with torch.no_grad():
-            self._collect_rest(factor)
-            for slot in self.slots:
-                if not used[slot.index]:
-                    slot.view.zero_()  # it still holds the last mean
+            if lies_outside:
+                self._bring_in(lies_outside, factor)
             if factor == 0.0:
                 self.buffer.zero_()
+            elif factor != 1.0 and len(unscaled) == len(self.slots):
+                self.buffer.mul_(factor)
             elif factor != 1.0:
-                done = [slot.scaled or slot.fresh is not None for slot in self.slots]
-                if not any(done):
-                    self.buffer.mul_(factor)
-                elif not all(done):
-                    for slot in self.slots:
-                        if used[slot.index] and not done[slot.index]:
-                            slot.view.mul_(factor)
-            if all(used):
-                self.flags.fill_(1.0)
-            else:
-                self.flags.copy_(torch.tensor(used, dtype=self.flags.dtype))
+                for slot in unscaled:
+                    slot.view.mul_(factor)
+            self.flags.fill_(1.0)
+            for slot in unused:
+                slot.view.zero_()  # it still holds the last mean
+                self.flags[slot.index] = 0.0
 
-    def _collect_rest(self, factor: float) -> None:
-        """Bring in what still lies where autograd put it and is not lent: all small ones at once."""
-        rest = [slot for slot in self.slots if slot.fresh is None and slot.is_outside]
-        whole = [slot for slot in rest if not slot.held]
-        for slot in rest:
-            if slot.held:
-                slot.collect()
-        if whole:
-            views = [slot.view for slot in whole]
-            torch._foreach_copy_(views, [grad for slot in whole if (grad := slot.param.grad) is not None])
-            if factor != 1.0:
-                torch._foreach_mul_(views, factor)
-        for slot in whole:
+    @staticmethod
+    def _bring_in(outside: Sequence[tuple[Slot, Tensor]], factor: float) -> None:
+        """Copy gradients from where autograd put them, all at once: most of them are small."""
+        views = [slot.view for slot, _ in outside]
+        torch._foreach_copy_(views, [grad for _, grad in outside])
+        if factor != 1.0:
+            torch._foreach_mul_(views, factor)
+        for slot, _ in outside:
             slot.scaled, slot.param.grad = True, slot.view
+
+    def release(self) -> None:
+        """What was lent has been read: autograd may have its memory back. ``.grad`` is the view, and empty as yet."""
+        for slot in self.slots:
+            if slot.fresh is not None:
+                slot.fresh, slot.param.grad = None, slot.view
 
     def checksum(self) -> float:
         """A sum of all that this rank gives."""
@@ -133,14 +141,15 @@ class Bucket:
 
     def unseal(self) -> None:
         """After the reduction: ``.grad`` is the view wherever any rank had a gradient, and stays None elsewhere."""
-        absent = [not slot.has_gradient for slot in self.slots]
+        absent = [slot for slot in self.slots if slot.param.grad is None and not slot.held]
         # Read the flags only where this rank lacks a gradient: on CUDA it blocks until the collective is done.
-        counts = self.flags.tolist() if any(absent) else []
+        counts = self.flags.tolist() if absent else []
         for slot in self.slots:
             slot.held, slot.fresh = False, None
-            if not absent[slot.index] or counts[slot.index] > 0:
+            if slot.param.grad is not slot.view and (slot not in absent or counts[slot.index] > 0):
                 slot.param.grad = slot.view
-            slot.restore()
+            if slot.carried is not None:
+                slot.restore()
 
 
 class BucketPlan:
@@ -186,13 +195,14 @@ def plan_buckets(
 
     A bucket has one dtype and one device; the buckets come in the order in which they will be full. A parameter that is
     larger than the cap has a bucket of its own, but for the little (less than an eighth of the cap) that came before:
-    every bucket costs its hundred microseconds, and a bias is not worth that.
+    every bucket costs its hundred microseconds, and a bias is not worth that. Towards the end buckets
+    are half as large: what the last ones take on the wire nothing hides.
 
     >>> import torch
     >>> from gradsync.bucket import plan_buckets
-    >>> params = [(name, torch.nn.Parameter(torch.zeros(4))) for name in "cba"]
-    >>> plan_buckets(params, cap_bytes=32, first_cap_bytes=16)
-    [['c'], ['b', 'a']]
+    >>> params = [(name, torch.nn.Parameter(torch.zeros(4))) for name in "jihgfedcba"]
+    >>> plan_buckets(params, cap_bytes=64, first_cap_bytes=16)
+    [['j'], ['i', 'h', 'g', 'f'], ['e', 'd'], ['c', 'b'], ['a']]
     """
     if cap_bytes <= 0 or first_cap_bytes <= 0:
         raise ValueError(f"a bucket must hold at least one byte; got {cap_bytes=} {first_cap_bytes=}.")
@@ -200,15 +210,19 @@ def plan_buckets(
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     full: list[tuple[int, list[str]]] = []  # (when its last gradient is ready, names)
     last_ready: dict[tuple[torch.dtype, torch.device], int] = {}
+    to_come = sum(param.numel() * param.element_size() for _, param in params)
     for position, (name, param) in enumerate(params):
         kind = (param.dtype, param.device)
         num_bytes = param.numel() * param.element_size()
-        cap = cap_bytes if full else min(cap_bytes, first_cap_bytes)
+        cap = cap_bytes if to_come + sizes.get(kind, 0) > LAST * cap_bytes else -(-cap_bytes // 2)
+        cap = cap if full else min(cap, first_cap_bytes)
         if kind in open_buckets and sizes[kind] + num_bytes > cap and sizes[kind] * LITTLE >= cap:
             full.append((last_ready[kind], open_buckets.pop(kind)))
+            sizes[kind] = 0
         open_buckets.setdefault(kind, []).append(name)
-        sizes[kind] = num_bytes if len(open_buckets[kind]) == 1 else sizes[kind] + num_bytes
+        sizes[kind] = sizes.get(kind, 0) + num_bytes
         last_ready[kind] = position
+        to_come -= num_bytes
     full += [(last_ready[kind], names) for kind, names in open_buckets.items()]
     return [names for _, names in sorted(full)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -22,7 +23,7 @@ class BufferSync:
     """
 
     def __init__(self, model: nn.Module, mode: BufferMode, comm: Communicator) -> None:
-        self._model = model
+        self._tree = _Tree(model)
         self.mode = mode
         self._comm = comm
         self._seen: list[tuple[Tensor, int]] = []
@@ -32,7 +33,7 @@ class BufferSync:
         """Whether a buffer of this rank was written since the last ``synchronize``."""
         if self.mode == "none":
             return False
-        buffers = list(self._model.buffers())
+        buffers = list(self._tree.buffers())
         return len(buffers) != len(self._seen) or any(
             buffer is not before or _version(buffer) != version
             for buffer, (before, version) in zip(buffers, self._seen, strict=True)
@@ -40,7 +41,7 @@ class BufferSync:
 
     def synchronize(self, share: float, src: int) -> None:
         """Overwrite the buffers with those of rank ``src``, or with the mean; ``share`` is this rank's part. Blocks."""
-        buffers = list(self._model.buffers())
+        buffers = list(self._tree.buffers())
         if self.mode == "mean":
             self._average([buffer for buffer in buffers if buffer.is_floating_point()], share)
             buffers = [buffer for buffer in buffers if not buffer.is_floating_point()]  # a count has no mean
@@ -58,7 +59,31 @@ class BufferSync:
                     buffer.data.copy_(part.view(buffer.shape))
 
     def _remember(self) -> None:
-        self._seen = [(buffer, _version(buffer)) for buffer in self._model.buffers()]
+        self._seen = [(buffer, _version(buffer)) for buffer in self._tree.buffers()]
+
+
+class _Tree:
+    """A model's buffers, found at every step without a walk over its modules, as long as they are the same modules."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._walk()
+
+    def _walk(self) -> None:
+        modules = list(self._model.modules())
+        self._children = [module._modules for module in modules]
+        self._known = self._children_now()
+        self._owned = [module._buffers for module in modules]
+
+    def _children_now(self) -> list[list[nn.Module | None]]:
+        return [list(children.values()) for children in self._children]
+
+    def buffers(self) -> Iterable[Tensor]:
+        """As ``nn.Module.buffers``: each once, in the order of the modules."""
+        if self._children_now() != self._known:
+            self._walk()
+        found = {id(buffer): buffer for owned in self._owned for buffer in owned.values() if buffer is not None}
+        return found.values()
 
 
 def _version(buffer: Tensor) -> int:

@@ -160,7 +160,10 @@ class Engine:
             return  # it is right where autograd put it; what several backwards have gathered is put right at the end
         if slot.ready:
             raise GradSyncError(f"parameter {name} got a second gradient in one backward, after the first was sent.")
-        self._bring_in(slot, backward)
+        if self.window.num_backwards > 1:
+            slot.collect()
+        elif not slot.is_small:  # small ones the bucket takes when it is sealed
+            self._bring_in(slot, backward)
         bucket = slot.bucket
         slot.ready = True
         bucket.missing -= 1
@@ -170,16 +173,11 @@ class Engine:
             self.recorder.ready(bucket.index)
         elif slot.is_small:
             return  # a hook costs most where it runs through code that the caches have lost since the last one
-        self._launch(final=False)
-        self.strategy.advance()
+        if not self._launch(final=False):
+            self.strategy.advance()
 
     def _bring_in(self, slot: Slot, backward: _Backward) -> None:
         """Have a gradient where the reducer will look for it."""
-        if self.window.num_backwards > 1:
-            slot.collect()
-            return
-        if slot.is_small:
-            return  # the bucket takes it when it is sealed
         if backward.factor is None:
             self._learn_factor(block=False)
         if not (self.strategy.reads_fresh_gradients and slot.lend(backward.factor)):
@@ -208,9 +206,7 @@ class Engine:
             self.window = Window()
             for slot in self._all():
                 slot.carried = None
-        if self._planner.follow_conversions():
-            self._adopt_plan()
-        if self._planner.follow_frozen(mid_window=self.window.num_backwards > 0):
+        if self._planner.follow_model(mid_window=self.window.num_backwards > 0):
             self._adopt_plan()
         if not self.window.num_backwards and self._planner.follow_size(self.strategy.wanted_bucket_bytes):
             self._adopt_plan()
@@ -258,22 +254,24 @@ class Engine:
     def _per_weight(self, total: float, num_backwards: int) -> float:
         return 0.0 if total == 0.0 else (num_backwards if self.settings.accumulation == "sum" else 1) / total
 
-    def _launch(self, *, final: bool) -> None:
-        """Seal full buckets (``final``: all) and hand them over in plan order."""
-        backward = self._backward
+    def _launch(self, *, final: bool) -> int:
+        """Seal full buckets (``final``: all) and hand them over in plan order; returns how many."""
+        backward, buckets = self._backward, self.plan.buckets
         assert backward is not None
-        while backward.next_bucket < len(self.plan.buckets):
-            bucket = self.plan.buckets[backward.next_bucket]
+        first = backward.next_bucket
+        while backward.next_bucket < len(buckets):
+            bucket = buckets[backward.next_bucket]
             if bucket.missing and not final:
-                return
+                break
             if backward.factor is None:
                 self._learn_factor(block=final)
                 if backward.factor is None:
-                    return
+                    break
             bucket.seal(backward.factor)
             self._same_data.taste(bucket)
             self.strategy.on_bucket_ready(bucket)
             backward.next_bucket += 1
+        return backward.next_bucket - first
 
     def _finish(self) -> None:
         """Autograd is done with this backward."""

@@ -33,6 +33,7 @@ class Planner:
         self._trainable = self._trainable_now()
         self.ready_order: list[str] | None = []  # as gradients come, in the first round; None once the plan follows it
         self.slots: dict[str, AnySlot] = {}
+        self._seen: list[Any] = []  # what the plan was made for: see `_looks`
         # Autograd runs about backwards through the model: until it has shown the real order, this is the best guess.
         self.install(self._layout([name for name, on in reversed(self._trainable.items()) if on]))
 
@@ -50,24 +51,39 @@ class Planner:
                 slot.collect()
         if before is not None:
             before.dissolve()
+        self._seen = []
 
     def drop(self) -> None:
         """Let go of the buckets."""
         self.slots = {}
         self.plan.dissolve()
 
-    def follow_conversions(self) -> bool:
+    def follow_model(self, *, mid_window: bool) -> bool:
+        """Plan anew if the user has moved, frozen or unfrozen parameters since the last step. (Most often: nothing.)
+
+        Within a window a frozen parameter stays: what it has gathered is still to be averaged.
+        """
+        if self._looks() == self._seen:
+            return False
+        moved = self._follow_conversions()
+        changed = self._follow_frozen(mid_window=mid_window) or moved
+        self._seen = [] if mid_window else self._looks()
+        return changed
+
+    def _looks(self) -> list[Any]:
+        """All of the model that a plan depends on."""
+        params = [(param.requires_grad, param.dtype, param.device) for param in self._params.values()]
+        return [*params, *[slot.view.data_ptr() for bucket in self.plan.buckets for slot in bucket.slots]]
+
+    def _follow_conversions(self) -> bool:
         """Plan anew when ``model.to(memory_format=...)`` has moved gradients out of their buckets."""
         if not any(slot.is_displaced() for slot in self.slots.values() if isinstance(slot, Slot)):
             return False
         self.install(self.plan.layout)
         return True
 
-    def follow_frozen(self, *, mid_window: bool) -> bool:
-        """Plan anew when parameters were frozen or unfrozen. (The header finds ranks that disagree.)
-
-        Within a window a frozen parameter stays: what it has gathered is still to be averaged.
-        """
+    def _follow_frozen(self, *, mid_window: bool) -> bool:
+        """Plan anew when parameters were frozen or unfrozen. (The header finds ranks that disagree.)"""
         now = {name: on or (mid_window and self._trainable[name]) for name, on in self._trainable_now().items()}
         if now == self._trainable:
             return False

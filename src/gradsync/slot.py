@@ -29,6 +29,7 @@ class Slot:
         self.fresh: Tensor | None = None  # a gradient that lies, in the same order, where autograd put it
         self.kept = (0, flat.numel())  # what of it, from and to, its reader takes from there
         self.is_small = flat.nbytes <= SMALL_BYTES
+        self._is_plain = view.is_contiguous() and not view.is_complex()
         self.index = index  # its flag's place in bucket.flags
         self.ready = False  # its gradient of the current backward is in
         self.held = False  # it has gathered gradients, and .grad was taken away meanwhile (see Engine)
@@ -39,12 +40,6 @@ class Slot:
     def start(self) -> int:
         """Where in ``bucket.storage`` it begins, counted in real numbers."""
         return int(self.flat.storage_offset() - self.bucket.storage.storage_offset())
-
-    @property
-    def is_outside(self) -> bool:
-        """Whether ``.grad`` is a tensor of autograd's own, and not the view."""
-        grad = self.param.grad
-        return grad is not None and grad is not self.view
 
     @property
     def has_gradient(self) -> bool:
@@ -83,7 +78,7 @@ class Slot:
         """
         grad = self.param.grad
         assert grad is not None, "there is a gradient to lend"
-        if self.held or grad is self.view or grad.is_complex():
+        if self.held or grad is self.view or self.view.is_complex():
             return False
         first, end = self.kept
         is_whole = end - first == self.flat.numel()
@@ -100,7 +95,7 @@ class Slot:
 
     def _as_it_lies(self, grad: Tensor) -> Tensor | None:
         """The gradient's values in the order of the view's, without a copy; None where they lie otherwise."""
-        if grad.is_contiguous() and self.view.is_contiguous():
+        if self._is_plain and grad.is_contiguous():
             return grad.view(-1)
         if grad.stride() != self.view.stride() or not torch.ops.aten.is_non_overlapping_and_dense(grad):
             return None
@@ -111,11 +106,6 @@ class Slot:
         assert self.fresh is not None, "the gradient was lent"
         first, end = self.kept
         return Loan(self.start + first, self.fresh[first:end], self.bucket.factor)
-
-    def release(self) -> None:
-        """What was lent has been read: autograd may have its memory back. ``.grad`` is the view, and empty as yet."""
-        if self.fresh is not None:
-            self.fresh, self.param.grad = None, self.view
 
     @property
     def source(self) -> Tensor:

@@ -9,6 +9,7 @@ from torch import nn
 from gradsync.bucket import BucketPlan
 from gradsync.comm.base import Solo
 from gradsync.reducers import Compressed
+from gradsync.reducers.bundle import Bundle
 
 
 def test_a_rank_that_inherits_nothing_knows_of_what_the_others_owe() -> None:
@@ -30,3 +31,41 @@ def test_many_small_parameters_are_shared_among_the_shards(world: int) -> None:
         return reducer.bytes_sent(plan.buckets[0], world_size)
 
     assert bytes_sent(world) < 1.15 * 2 * (world - 1) / world * bytes_sent(2)
+
+
+def test_slots_side_by_side_are_one_run_and_what_lies_between_stays_out() -> None:
+    sizes = {"a": (5,), "b": (3,), "wide": (64, 64), "c": (7,)}
+    params = {name: nn.Parameter(torch.zeros(shape)) for name, shape in sizes.items()}
+    (bucket,) = BucketPlan([list(params)], [], params, Solo()).buckets
+    small = [slot for slot in bucket.slots if slot.name != "wide"]
+    bundle = Bundle(bucket, small, torch.float32)
+    bundle.at = 8
+    rows = torch.zeros(2, 8 + bundle.num_bytes, dtype=torch.uint8)
+    for gift, row in zip((1.0, 10.0), rows, strict=True):
+        for slot in bucket.slots:
+            slot.flat.fill_(gift)
+        bucket.flags.fill_(1.0)
+        bundle.give(row)
+    bucket.slots[2].flat.fill_(-1.0)
+    assert bundle.take_sum(list(rows)) == []
+    assert [slot.flat.unique().tolist() for slot in bucket.slots] == [[11.0], [11.0], [-1.0], [11.0]]
+    assert bucket.flags.tolist() == [2.0] * 4
+    assert bundle.num_bytes < 4 * 64  # two runs, the first with the gap between a and b
+
+
+def test_a_gradient_that_was_lent_comes_with_its_weight_and_the_loss_scale_is_taken_out() -> None:
+    params = {"a": nn.Parameter(torch.zeros(5)), "b": nn.Parameter(torch.zeros(3))}
+    (bucket,) = BucketPlan([list(params)], [], params, Solo()).buckets
+    bundle = Bundle(bucket, bucket.slots, torch.float32)
+    bucket.factor, bucket.loss_scale = 0.5, 4.0
+    bucket.slots[0].fresh = torch.full((5,), 8.0)
+    bucket.slots[1].flat.fill_(2.0)
+    row = torch.zeros(bundle.num_bytes, dtype=torch.uint8)
+    bundle.give(row)
+    values = row.view(torch.float32)
+    assert values[:5].tolist() == [1.0] * 5  # 8 * 0.5 / 4
+    assert bundle.take_sum([row]) == []
+    assert bucket.slots[0].flat.tolist() == [4.0] * 5
+    assert bucket.slots[1].flat.tolist() == [2.0] * 3
+    row.view(torch.float32)[0] = float("nan")
+    assert bundle.take_sum([row]) == ["a"]

@@ -26,7 +26,7 @@ def row_of(parts: list[tuple[Codec, Tensor]]) -> tuple[list[Piece], Tensor]:
     for codec, x in parts:
         size = codec.encoded_bytes(x.numel())
         slot: Any = None
-        pieces.append(Piece(slot, 0, x.numel(), codec, at, size, 0, codec.blocks(x.numel())))
+        pieces.append(Piece(slot, 0, x.numel(), x, codec, at, size, 0, codec.blocks(x.numel())))
         at += size
     row = torch.randint(0, 255, (at + 24,), dtype=torch.uint8)
     for piece, (codec, x) in zip(pieces, parts, strict=True):

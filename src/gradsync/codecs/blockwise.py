@@ -44,7 +44,7 @@ class Blockwise(Codec):
     bits: ClassVar[int]  # of a code: 1, 2, 4 or 8
     levels: ClassVar[int]  # the largest code: the scale is the largest magnitude over it; 0: the mean magnitude
 
-    @property
+    @functools.cached_property
     def stochastic(self) -> bool:
         """Whether codes are rounded up or down by chance, such that they are right in the mean."""
         return False
@@ -61,9 +61,7 @@ class Blockwise(Codec):
     # -- the seam -----------------------------------------------------------------------------------------------------
 
     def encoded_bytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
-        # Blocks are whole vectors of words, so only the last one is filled up.
-        vectors = -(-numel * self.bits // (32 * WORDS))
-        return self._bytes_of_scales(numel, dtype) + vectors * WORDS * 4
+        return _layout(numel, dtype, self.block, self.bits)[1]
 
     def encode(
         self, x: Tensor, payload: Payload, *, gain: float = 1.0, residual: Residual | None = None, key: int = 0
@@ -83,14 +81,11 @@ class Blockwise(Codec):
         return finite
 
     def decode_sum(self, payloads: Sequence[Payload], out: Tensor, *, gain: float = 1.0, key: int = 0) -> bool:
-        if self._kernels(out) is None:
+        if not out.is_cpu or out.dtype not in COMPILED_DTYPES:
             return super().decode_sum(payloads, out, gain=gain)
-        from gradsync.codecs.kernels.totals import total_of  # Numba takes a second to import
-
-        total = total_of(out.dtype, self.bits, self.levels)
-        codes = self._room(out, payloads[0])
+        total, numel, codes = _total(out.dtype, self.bits, self.levels), out.numel(), self._room(out, payloads[0])
         starts = array("q", [payload.data_ptr() for payload in payloads])
-        finite: bool = total(starts.buffer_info()[0], len(starts), codes, out.data_ptr(), out.numel(), gain, self.block)
+        finite: bool = total(starts.buffer_info()[0], len(starts), codes, out.data_ptr(), numel, gain, self.block)
         return finite
 
     def merge(
@@ -119,25 +114,15 @@ class Blockwise(Codec):
         if self.levels < PATIENT_LEVELS or numel < self.block:
             return None
         scale_bytes = 8 if dtype == torch.float64 else 4
-        return Blocks(
-            numel // self.block, scale_bytes, self._bytes_of_scales(numel, dtype), self.block * self.bits // 8
-        )
+        codes, _ = _layout(numel, dtype, self.block, self.bits)
+        return Blocks(numel // self.block, scale_bytes, codes, self.block * self.bits // 8)
 
     # -- with kernels -------------------------------------------------------------------------------------------------
 
     def _kernels(self, like: Tensor) -> tuple[Any, Any] | None:
-        if not like.is_cpu:
+        if not like.is_cpu or like.dtype not in COMPILED_DTYPES:
             return None
-        return _KERNELS.get((like.dtype, self.bits, self.levels, self.stochastic)) or self._compiled(like.dtype)
-
-    def _compiled(self, dtype: torch.dtype) -> tuple[Any, Any] | None:
-        if dtype not in COMPILED_DTYPES:
-            return None
-        from gradsync.codecs.kernels.blocks import passes  # Numba takes a second to import
-
-        key = dtype, self.bits, self.levels, self.stochastic
-        _KERNELS[key] = passes(*key)
-        return _KERNELS[key]
+        return _passes(like.dtype, self.bits, self.levels, self.stochastic)
 
     def _merge_with(
         self,
@@ -176,15 +161,13 @@ class Blockwise(Codec):
         )
         return finite
 
-    def _bytes_of_scales(self, numel: int, dtype: torch.dtype) -> int:
-        return padded(-(-numel // self.block) * (8 if dtype == torch.float64 else 4))
-
     def _room(self, values: Tensor, payload: Tensor) -> int:
         """Where the codes begin; a payload of the wrong length would be written or read beyond its end."""
         numel, dtype = values.numel(), values.dtype
+        codes, num_bytes = _layout(numel, dtype, self.block, self.bits)
         assert values.is_contiguous(), "values are flat and contiguous"
-        assert payload.numel() == self.encoded_bytes(numel, dtype), (payload.numel(), numel, dtype)
-        return self._bytes_of_scales(numel, dtype)
+        assert payload.numel() == num_bytes, (payload.numel(), numel, dtype)
+        return codes
 
     # -- with torch ---------------------------------------------------------------------------------------------------
 
@@ -276,7 +259,34 @@ class Blockwise(Codec):
 
 
 _NOBODY = array("q")
-_KERNELS: dict[tuple[torch.dtype, int, int, bool], tuple[Any, Any]] = {}  # merge and decode, once compiled
+
+
+@functools.cache
+def _passes(dtype: torch.dtype, bits: int, levels: int, stochastic: bool) -> tuple[Any, Any]:
+    """The compiled functions ``merge`` and ``decode``."""
+    from gradsync.codecs.kernels.blocks import passes  # Numba takes a second to import
+    from gradsync.compiled import quick
+
+    merge, decode = passes(dtype, bits, levels, stochastic)
+    return quick(merge), quick(decode)
+
+
+@functools.cache
+def _total(dtype: torch.dtype, bits: int, levels: int) -> Any:
+    """The compiled sum of payloads."""
+    from gradsync.codecs.kernels.totals import total_of
+    from gradsync.compiled import quick
+
+    return quick(total_of(dtype, bits, levels))
+
+
+@functools.cache
+def _layout(numel: int, dtype: torch.dtype, block: int, bits: int) -> tuple[int, int]:
+    """Where in a payload the codes begin, and where they end."""
+    codes = padded(-(-numel // block) * (8 if dtype == torch.float64 else 4))
+    # Blocks are whole vectors of words, so only the last one is filled up.
+    vectors = -(-numel * bits // (32 * WORDS))
+    return codes, codes + vectors * WORDS * 4
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -22,7 +23,7 @@ class Quantized(Blockwise):
         if self.rounding not in ROUNDINGS:
             raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}; got rounding={self.rounding!r}.")
 
-    @property
+    @functools.cached_property
     def stochastic(self) -> bool:
         return self.rounding == "stochastic"
 

@@ -197,6 +197,16 @@ def check_rows(whole: Tensor, part: Tensor, world_size: int, names: tuple[str, s
     check_contiguous(part, names[1])
 
 
+def check_exchange(tensor: Tensor, out: Tensor, world_size: int) -> None:
+    """Check what an all-to-all is given: ``world_size`` rows each, of one shape and dtype, contiguous."""
+    if tensor.shape != out.shape:
+        raise ValueError(f"out must have tensor's shape {tuple(tensor.shape)}; got {tuple(out.shape)}.")
+    if tensor.shape[:1] != (world_size,) or tensor.dtype != out.dtype:
+        check_rows(tensor, out[0], world_size, ("tensor", "out[0]"))
+    check_contiguous(tensor)
+    check_contiguous(out, "out")
+
+
 def check_contiguous(tensor: Tensor, name: str = "tensor") -> None:
     """Refuse tensors that a transport would have to copy behind the caller's back."""
     if not tensor.is_contiguous():

@@ -16,7 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradsync.comm.base import Communicator, Finished, ReduceOp, Work, check_contiguous, check_op, check_rows
+from gradsync.comm.base import (
+    Communicator,
+    Finished,
+    ReduceOp,
+    Work,
+    check_contiguous,
+    check_exchange,
+    check_op,
+    check_rows,
+)
 from gradsync.comm.doors import Door, meet
 from gradsync.comm.feed import Feed
 from gradsync.comm.letters import Letter, OwnLetter
@@ -121,10 +130,7 @@ class C10d(Communicator):
         )
 
     def all_to_all(self, tensor: Tensor, *, out: Tensor, own: bool = True, used: Sequence[int] | None = None) -> Work:
-        if tensor.shape != out.shape:
-            raise ValueError(f"out must have tensor's shape {tuple(tensor.shape)}; got {tuple(out.shape)}.")
-        check_rows(tensor, out[0], self.world_size, ("tensor", "out[0]"))
-        check_contiguous(out, "out")
+        check_exchange(tensor, out, self.world_size)
         if not tensor.is_cpu:
             return self._start(
                 "all_to_all", tensor, lambda g: dist.all_to_all_single(out, tensor, group=g, async_op=True)

@@ -16,7 +16,16 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from gradsync.comm.base import Communicator, Finished, ReduceOp, Work, check_contiguous, check_op, check_rows
+from gradsync.comm.base import (
+    Communicator,
+    Finished,
+    ReduceOp,
+    Work,
+    check_contiguous,
+    check_exchange,
+    check_op,
+    check_rows,
+)
 from gradsync.comm.c10d import C10d
 from gradsync.comm.hosts import describe_hosts, ranks_by_host
 from gradsync.comm.lifeline import Lifeline
@@ -203,10 +212,7 @@ class Hierarchical(Communicator):
         return Followed(self.all_reduce(everything, op=op), lambda: out.copy_(everything[self.rank]))
 
     def all_to_all(self, tensor: Tensor, *, out: Tensor, own: bool = True, used: Sequence[int] | None = None) -> Work:
-        if tensor.shape != out.shape:
-            raise ValueError(f"out must have tensor's shape {tuple(tensor.shape)}; got {tuple(out.shape)}.")
-        check_rows(tensor, out[0], self.world_size, ("tensor", "out[0]"))
-        check_contiguous(out, "out")
+        check_exchange(tensor, out, self.world_size)
         self._check("all_to_all", tensor)
         if not tensor.numel():
             return FINISHED

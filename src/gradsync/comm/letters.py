@@ -107,16 +107,19 @@ class Errand(Work):
         self._call = call
         self._parts = parts
         self._error = ""
-        self._over = threading.Event()
+        self._is_over = False
+        self._under_way = threading.Lock()  # held until then. An Event would be three objects, and take as many times
+        self._under_way.acquire()
 
     def done(self) -> bool:
-        return self._over.is_set()
+        return self._is_over
 
     def wait(self) -> None:
-        if not self._over.is_set():
+        if not self._is_over:
             self._call = dataclasses.replace(self._call, started_s=time.monotonic())  # that is when this rank waits
-            while not self._over.wait(LOOK_S):
+            while not self._under_way.acquire(timeout=LOOK_S):
                 self._watch.check(self._call)
+            self._under_way.release()
         if self._error:
             self._watch.raise_cause(self._call, self._error)
 
@@ -125,12 +128,18 @@ class Errand(Work):
         with _counting:
             self._parts -= 1
             if not self._parts:
-                self._over.set()
+                self._end()
 
     def fail(self, error: str) -> None:
         """Said by a thread whose part can't be done."""
-        self._error = self._error or error
-        self._over.set()
+        with _counting:
+            self._error = self._error or error
+            self._end()
+
+    def _end(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._under_way.release()
 
 
 _counting = threading.Lock()

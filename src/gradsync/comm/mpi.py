@@ -17,7 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsync.comm.base import Communicator, Finished, ReduceOp, Work, check_contiguous, check_op, check_rows
+from gradsync.comm.base import (
+    Communicator,
+    Finished,
+    ReduceOp,
+    Work,
+    check_contiguous,
+    check_exchange,
+    check_op,
+    check_rows,
+)
 from gradsync.comm.feed import Feed
 from gradsync.comm.lifeline import Lifeline
 from gradsync.comm.mpi_library import Library, load
@@ -137,10 +146,7 @@ class Mpi(Communicator):
         return self._in_pieces(self._enter("all_gather"), flat.nbytes, steps)
 
     def all_to_all(self, tensor: Tensor, *, out: Tensor, own: bool = True, used: Sequence[int] | None = None) -> Work:
-        if tensor.shape != out.shape:
-            raise ValueError(f"out must have tensor's shape {tuple(tensor.shape)}; got {tuple(out.shape)}.")
-        check_rows(tensor, out[0], self.world_size, ("tensor", "out[0]"))
-        check_contiguous(out, "out")
+        check_exchange(tensor, out, self.world_size)
         self._check_device(tensor, out)
         if tensor.nbytes == 0:
             return Finished()

@@ -19,7 +19,17 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from gradsync.comm.base import Communicator, Finished, Loan, ReduceOp, Work, check_contiguous, check_op, check_rows
+from gradsync.comm.base import (
+    Communicator,
+    Finished,
+    Loan,
+    ReduceOp,
+    Work,
+    check_contiguous,
+    check_exchange,
+    check_op,
+    check_rows,
+)
 from gradsync.comm.c10d import C10d
 from gradsync.comm.lifeline import Lifeline
 from gradsync.comm.shm_buffers import Buffers, Rows
@@ -161,10 +171,7 @@ class Shm(Communicator):
         return self._stage(f"reduce_scatter({op})", SCATTER, tensor, out, out.nbytes // item, item, sum_rows=sum_rows)
 
     def all_to_all(self, tensor: Tensor, *, out: Tensor, own: bool = True, used: Sequence[int] | None = None) -> Work:
-        if tensor.shape != out.shape:
-            raise ValueError(f"out must have tensor's shape {tuple(tensor.shape)}; got {tuple(out.shape)}.")
-        check_rows(tensor, out[0], self.world_size, ("tensor", "out[0]"))
-        check_contiguous(out, "out")
+        check_exchange(tensor, out, self.world_size)
         return self._stage("all_to_all", EXCHANGE, tensor, out, out[0].numel(), out.itemsize)
 
     def send(self, tensor: Tensor, dst: int) -> Work:

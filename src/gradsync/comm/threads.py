@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from gradsync.comm.base import Communicator, ReduceOp, Work, check_contiguous, check_op, check_rows
+from gradsync.comm.base import Communicator, ReduceOp, Work, check_contiguous, check_exchange, check_op, check_rows
 from gradsync.comm.feed import Feed
 from gradsync.errors import CollectiveFailed, PeerLost
 
@@ -141,9 +141,7 @@ class Threads(Communicator):
         return self._meet(f"reduce_scatter({op})", tensor, out, finish)
 
     def all_to_all(self, tensor: Tensor, *, out: Tensor, own: bool = True, used: Sequence[int] | None = None) -> Work:
-        if tensor.shape != out.shape:
-            raise ValueError(f"out must have tensor's shape {tuple(tensor.shape)}; got {tuple(out.shape)}.")
-        check_rows(tensor, out[0], self.world_size, ("tensor", "out[0]"))
+        check_exchange(tensor, out, self.world_size)
 
         def finish(brought: dict[int, tuple[Tensor, Tensor]]) -> None:
             sent = {rank: given.clone() for rank, (given, _) in brought.items()}

@@ -30,8 +30,7 @@ class Plain(Reducer):
 
     def reduce(self, bucket: Bucket, comm: Communicator) -> Iterator[Work]:
         work = comm.all_reduce_lent(bucket.storage, [slot.loan() for slot in bucket.slots if slot.fresh is not None])
-        for slot in bucket.slots:
-            slot.release()
+        bucket.release()
         yield work
 
     def bytes_sent(self, bucket: Bucket, world_size: int) -> int:

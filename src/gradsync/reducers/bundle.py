@@ -25,36 +25,38 @@ class _Row(NamedTuple):
 
     values: Tensor
     gradients: Tensor  # without the flags
-    parts: tuple[Tensor, ...]  # each slot's, then the flags
+    runs: tuple[Tensor, ...]  # one for each run of slots, then the flags
 
 
 class Bundle:
-    """Some slots of a bucket, and its flags, with their place in a shard's payload."""
+    """Some slots of a bucket, and its flags, with their place in a shard's payload.
+
+    Slots that lie side by side in the bucket are moved as one *run*, with the few bytes between them.
+    """
 
     def __init__(self, bucket: Bucket, slots: Sequence[Slot], dtype: torch.dtype) -> None:
         self.slots = list(slots)
         self._bucket = bucket
-        self._places = [*(slot.flat for slot in slots), bucket.flags]
-        self._lengths = [place.numel() for place in self._places]
+        self._runs = [*_runs(bucket, self.slots), bucket.flags]
+        self._lengths = [run.numel() for run in self._runs]
         self._num_flags = bucket.flags.numel()
         self._numel = sum(self._lengths)
         self._dtype = dtype
         self.at = 0  # its first byte in the payload
         self.num_bytes = padded(self._numel * dtype.itemsize)
         self._sum = torch.empty(self._numel, dtype=dtype, device=bucket.device)
-        self._sum_parts = self._sum.split(self._lengths)
+        self._sums = self._sum.split(self._lengths)
         self._rows: dict[int, _Row] = {}  # that it was asked about, by their address
 
     def give(self, row: Tensor) -> None:
         """Write this rank's share of the mean, in unscaled units."""
-        mine, scale = self._in(row), self._bucket.loss_scale
-        torch._foreach_copy_(mine.parts, [*(slot.source for slot in self.slots), self._bucket.flags])
-        gains = {slot.source_gain for slot in self.slots}
-        if len(gains) == 1:
-            _multiply(mine.gradients, gains.pop() / scale)
-        else:
-            for slot, part in zip(self.slots, mine.parts, strict=False):
-                _multiply(part, slot.source_gain / scale)
+        mine = self._in(row)
+        for slot in self.slots:
+            if slot.fresh is not None:
+                torch.mul(slot.fresh, slot.source_gain, out=slot.flat)
+        torch._foreach_copy_(mine.runs, self._runs)
+        if self._bucket.loss_scale != 1.0:
+            mine.gradients.mul_(1.0 / self._bucket.loss_scale)
 
     def add(self, received: Sequence[Tensor], row: Tensor) -> None:
         """Add what others gave to what this rank did."""
@@ -69,8 +71,9 @@ class Bundle:
         for other in others[1:]:
             total += other
         finite = math.isfinite(torch.linalg.vector_norm(total, math.inf))
-        _multiply(total[: -self._num_flags], self._bucket.loss_scale)
-        torch._foreach_copy_(self._places, self._sum_parts)
+        if self._bucket.loss_scale != 1.0:
+            total[: -self._num_flags].mul_(self._bucket.loss_scale)
+        torch._foreach_copy_(self._runs, self._sums)
         return [] if finite else [slot.name for slot in self.slots if not bool(slot.flat.isfinite().all())]
 
     def _in(self, row: Tensor) -> _Row:
@@ -82,6 +85,13 @@ class Bundle:
         return found
 
 
-def _multiply(values: Tensor, factor: float) -> None:
-    if factor != 1.0:
-        values *= factor
+def _runs(bucket: Bucket, slots: Sequence[Slot]) -> list[Tensor]:
+    """The parts of a bucket's buffer that hold some of its slots, in their order, and nothing of the others."""
+    spans: list[list[int]] = []
+    for before, slot in zip([None, *slots], slots, strict=False):
+        end = slot.start + slot.flat.numel()
+        if before is not None and slot.index == before.index + 1:
+            spans[-1][1] = end
+        else:
+            spans.append([slot.start, end])
+    return [bucket.buffer[start:end] for start, end in spans]

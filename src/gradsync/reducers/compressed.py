@@ -9,7 +9,6 @@ the owner as well, read the result from the same bytes, so the replicas stay bit
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from gradsync import spec
 from gradsync.bucket import MIB, Bucket, BucketPlan
-from gradsync.codecs.base import Codec
+from gradsync.codecs.base import Codec, Payload
 from gradsync.codecs.cast import Bf16, Fp16
 from gradsync.codecs.chain import Chain
 from gradsync.codecs.dense import Dense
@@ -33,17 +32,29 @@ from gradsync.reducers.shards import Piece, Shards, cut
 WHOLE: dict[torch.dtype, Codec] = {torch.float16: Fp16(), torch.bfloat16: Bf16()}
 
 
-@dataclass
 class _Wire:
-    """What one bucket needs on its way, kept from step to step."""
+    """What one bucket needs on its way, kept from step to step.
 
-    codecs: dict[str, Codec]  # of the slots that are not bundled
-    shards: Shards
-    packings: list[Packing]  # of each shard
-    given: Tensor  # a row for each rank: what this rank sends, and afterwards everyone's answers
-    got: Tensor
-    answer: Tensor
-    bytes_given: int  # at the last step, to all others together
+    Rows and payloads are cut once: to cut a tensor takes a microsecond or two, and several when the caches are cold.
+    """
+
+    def __init__(self, codecs: dict[str, Codec], shards: Shards, given: Tensor, got: Tensor) -> None:
+        self.codecs = codecs  # of the slots that are not bundled
+        self.shards = shards
+        self.packings = [Packing(pieces if given.is_cpu else (), shards.row_bytes) for pieces in shards.rows]
+        self.given = given  # a row for each rank: what this rank sends, and afterwards everyone's answers
+        self.got = got
+        self.answer = torch.zeros_like(given[0])
+        self.bytes_given = (len(given) - 1) * shards.row_bytes  # at the last step, to all others together
+        self.rows_given, self.rows_got = given.unbind(), got.unbind()
+        self._payloads: dict[int, list[Payload]] = {}  # of the rows that it was asked about, by their address
+
+    def payloads(self, row: Tensor, shard: int) -> list[Payload]:
+        """The pieces of a shard in a row, which is always of that shard."""
+        found = self._payloads.get(row.data_ptr())
+        if found is None:
+            found = self._payloads[row.data_ptr()] = [piece.payload(row) for piece in self.shards.rows[shard]]
+        return found
 
     def pack(self, comm: Communicator) -> list[int] | None:
         """Make what is given as short as it can be; returns how many bytes of each row count, if not all do."""
@@ -52,7 +63,7 @@ class _Wire:
         used = [0] * comm.world_size
         for rank in range(comm.world_size):
             if rank != comm.rank:
-                used[rank] = self.packings[rank % len(self.packings)].pack(self.given[rank])
+                used[rank] = self.packings[rank % len(self.packings)].pack(self.rows_given[rank])
         self.bytes_given = sum(used)
         return used
 
@@ -78,7 +89,7 @@ class Compressed(Reducer):
     """
 
     reads_fresh_gradients = True
-    bucket_bytes = 4 * MIB  # of codes there are few: smaller buckets leave less to wait for after the last gradient
+    bucket_bytes = 9 * MIB  # each costs half a millisecond of Python; of codes the wire has less to do than the cores
 
     def __init__(
         self, codec: CodecRule = "int8", *, feedback: str = "ef", min_numel: int = MIN_NUMEL, seed: int = 0
@@ -154,78 +165,77 @@ class Compressed(Reducer):
 
     def _reduce_by_sum(self, bucket: Bucket, comm: Communicator) -> Iterator[Work]:
         wire = self._wire_of(bucket, comm.world_size)
-        row, pieces, bundle = wire.given[0], wire.shards.rows[0], wire.shards.bundle
-        for piece in pieces:
-            self._feedback.give(self._turn(piece, bucket, comm), piece.payload(row))
+        row, bundle = wire.rows_given[0], wire.shards.bundle
+        turns = self._give(wire, row, 0, bucket, comm)
         bundle.give(row)
         assert self._sums_as is not None
         yield comm.all_reduce(row.view(self._sums_as))
-        for piece in pieces:
-            turn = self._turn(piece, bucket, comm)
-            self._end(turn, bucket, finite=self._feedback.take(turn, piece.payload(row)))
+        self._take(wire, row, 0, turns)
         self.nonfinite += bundle.take_sum([row])
 
     def _reduce_by_exchange(self, bucket: Bucket, comm: Communicator) -> Iterator[Work]:
         """Two ranks: each gives all of its own to the other. That is no more than two halves, and one stage less."""
         wire, peer = self._wire_of(bucket, comm.world_size), 1 - comm.rank
-        pieces, bundle = wire.shards.rows[0], wire.shards.bundle
-        mine, theirs = wire.given[peer], wire.got[peer]
-        for piece in pieces:
-            self._feedback.give(self._turn(piece, bucket, comm), piece.payload(mine))
+        bundle, mine, theirs = wire.shards.bundle, wire.rows_given[peer], wire.rows_got[peer]
+        turns = self._give(wire, mine, 0, bucket, comm)
         bundle.give(mine)
-        for slot in bucket.slots:
-            slot.release()
+        bucket.release()
         yield comm.all_to_all(wire.given, out=wire.got, own=False, used=wire.pack(comm))
-        for row in (mine, theirs):
+        rows = (mine, theirs) if comm.rank == 0 else (theirs, mine)
+        for row in rows:
             wire.packings[0].unpack(row)
-        ordered = (mine, theirs) if comm.rank == 0 else (theirs, mine)
-        for piece in pieces:
-            turn = self._turn(piece, bucket, comm)
-            finite = self._feedback.take_sum(turn, [piece.payload(row) for row in ordered])
-            self._end(turn, bucket, finite=finite)
-        self.nonfinite += bundle.take_sum(ordered)
+        for turn, *payloads in zip(turns, *(wire.payloads(row, 0) for row in rows), strict=True):
+            self._end(turn, finite=self._feedback.take_sum(turn, payloads))
+        self.nonfinite += bundle.take_sum(rows)
 
     def _reduce_by_shards(self, bucket: Bucket, comm: Communicator) -> Iterator[Work]:
-        wire, last = self._wire_of(bucket, comm.world_size), comm.world_size - 1
+        wire, here, last = self._wire_of(bucket, comm.world_size), comm.rank, comm.world_size - 1
         bundle = wire.shards.bundle
-        others = [rank for rank in range(comm.world_size) if rank != comm.rank]
-        for rank in others:
-            for piece in wire.shards.rows[rank]:
-                self._feedback.give(self._turn(piece, bucket, comm), piece.payload(wire.given[rank]))
-        bundle.give(wire.answer if comm.rank == last else wire.given[last])
+        others = [rank for rank in range(comm.world_size) if rank != here]
+        turns = {rank: self._give(wire, wire.rows_given[rank], rank, bucket, comm) for rank in others}
+        bundle.give(wire.answer if here == last else wire.rows_given[last])
         yield comm.all_to_all(wire.given, out=wire.got, own=False, used=wire.pack(comm))
-        for rank in others:
-            wire.packings[comm.rank].unpack(wire.got[rank])
-        for piece in wire.shards.rows[comm.rank]:
-            received = [piece.payload(wire.got[rank]) for rank in others]
+        received = [wire.rows_got[rank] for rank in others]
+        for row in received:
+            wire.packings[here].unpack(row)
+        answers = wire.payloads(wire.answer, here)
+        payloads = zip(*(wire.payloads(row, here) for row in received), strict=True)
+        for piece, answer, theirs in zip(wire.shards.rows[here], answers, payloads, strict=True):
             turn = self._turn(piece, bucket, comm)
-            self._end(turn, bucket, finite=self._feedback.answer(turn, received, piece.payload(wire.answer)))
-        if comm.rank == last:
-            bundle.add([wire.got[rank] for rank in others], wire.answer)
+            self._end(turn, finite=self._feedback.answer(turn, _values(piece), theirs, answer))
+        if here == last:
+            bundle.add(received, wire.answer)
         yield comm.all_gather(wire.answer, out=wire.given)
         for rank in others:
-            for piece in wire.shards.rows[rank]:
-                turn = self._turn(piece, bucket, comm)
-                self._end(turn, bucket, finite=self._feedback.take(turn, piece.payload(wire.given[rank])))
-        self.nonfinite += bundle.take_sum([wire.given[last]])
+            self._take(wire, wire.rows_given[rank], rank, turns[rank])
+        self.nonfinite += bundle.take_sum([wire.rows_given[last]])
+
+    def _give(self, wire: _Wire, row: Tensor, shard: int, bucket: Bucket, comm: Communicator) -> list[Turn]:
+        """Encode this rank's part of a shard into a row."""
+        turns = [self._turn(piece, bucket, comm) for piece in wire.shards.rows[shard]]
+        for turn, payload in zip(turns, wire.payloads(row, shard), strict=True):
+            self._feedback.give(turn, _values(turn.piece), payload)
+        return turns
+
+    def _take(self, wire: _Wire, row: Tensor, shard: int, turns: Sequence[Turn]) -> None:
+        """Write what a row says where it belongs."""
+        for turn, payload in zip(turns, wire.payloads(row, shard), strict=True):
+            self._end(turn, finite=self._feedback.take(turn, payload))
 
     def _turn(self, piece: Piece, bucket: Bucket, comm: Communicator) -> Turn:
         shared = piece.codec.sums_as is not None  # then all ranks choose alike
         key = _mix(self._seed, self._steps, piece.key, 0 if shared else 1 + comm.rank)
-        slot, scale, part = piece.slot, bucket.loss_scale, slice(piece.first, piece.end)
-        x, out, gain = slot.source[part], slot.flat[part], slot.source_gain / scale
-        dtype = worked_in(out.dtype)
-        if dtype != out.dtype:
-            x, out = x.to(dtype), torch.empty_like(out, dtype=dtype)
-        return Turn(piece, x, gain, out, scale, key, bucket.may_overflow, bucket.factor, comm.world_size)
+        gain, scale, out = piece.slot.source_gain, bucket.loss_scale, piece.flat
+        if out.dtype.itemsize < 4:
+            out = torch.empty_like(out, dtype=worked_in(out.dtype))
+        return Turn(piece, gain / scale, out, scale, key, bucket.may_overflow, bucket.factor, comm.world_size)
 
-    def _end(self, turn: Turn, bucket: Bucket, *, finite: bool) -> None:
+    def _end(self, turn: Turn, *, finite: bool) -> None:
         """``out`` is written: put it where it belongs, and remember whether it is all numbers."""
-        slot = turn.piece.slot
-        if turn.out.dtype != bucket.buffer.dtype:
-            slot.flat[turn.piece.first : turn.piece.end].copy_(turn.out)
+        if turn.out is not turn.piece.flat:
+            turn.piece.flat.copy_(turn.out)
         if not finite:
-            self.nonfinite.append(slot.name)
+            self.nonfinite.append(turn.piece.slot.name)
 
     def end_step(self, *, finite: bool) -> None:
         super().end_step(finite=finite)
@@ -268,16 +278,7 @@ class Compressed(Reducer):
             num_rows = 1 if summed else world_size
             given = torch.zeros(num_rows, shards.row_bytes, dtype=torch.uint8, device=bucket.device)
             got = given if summed else torch.zeros_like(given)
-            packings = [Packing(pieces if given.is_cpu else (), shards.row_bytes) for pieces in shards.rows]
-            wire = _Wire(
-                codecs,
-                shards,
-                packings,
-                given,
-                got,
-                answer=torch.zeros_like(given[0]),
-                bytes_given=(world_size - 1) * shards.row_bytes,
-            )
+            wire = _Wire(codecs, shards, given, got)
             self._wires[bucket.index] = wire
         return wire
 
@@ -327,6 +328,12 @@ class Compressed(Reducer):
             for kind, memory in memories.items():
                 memory.clear()
                 memory.now = {name: self.slots[name].flattened(saved) for name, saved in state[key][kind].items()}
+
+
+def _values(piece: Piece) -> Tensor:
+    """What this rank has of a piece, in a dtype that codecs take."""
+    x = piece.of(piece.slot.source)
+    return x.to(worked_in(x.dtype)) if x.dtype.itemsize < 4 else x
 
 
 def _mix(*parts: int) -> int:

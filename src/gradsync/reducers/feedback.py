@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,13 +25,11 @@ from gradsync.slot import Slot
 Kept = dict[str, dict[str, Tensor]]  # kind ("residuals"), then parameter name; flat, as values lie in the bucket
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(NamedTuple):
     """One piece's values on their way: what they are multiplied by, and what is random about them."""
 
     piece: Piece
-    x: Tensor
-    gain: float  # makes x this rank's share of the mean, in unscaled units
+    gain: float  # makes x, the values, this rank's share of the mean, in unscaled units
     out: Tensor
     out_gain: float  # back to the loss scale
     key: int
@@ -53,9 +51,8 @@ class Memory:
     def of(self, turn: Turn) -> Residual:
         """This piece's part."""
         piece, slot = turn.piece, turn.piece.slot
-        now = _entry(self.now, slot)
-        after = _entry(self._next, slot) if turn.may_undo else now
-        return Residual(now[piece.first : piece.end], after[piece.first : piece.end])
+        now = piece.of(_entry(self.now, slot))
+        return Residual(now, piece.of(_entry(self._next, slot)) if turn.may_undo else now)
 
     def writable(self, turn: Turn) -> Tensor:
         """This piece's part to be changed in place."""
@@ -95,11 +92,11 @@ class Feedback(abc.ABC):
         self.shared: dict[str, Memory] = {}  # the same on all ranks
 
     @abc.abstractmethod
-    def give(self, turn: Turn, payload: Payload) -> None:
-        """Encode this rank's values for a shard of another rank (or for a sum)."""
+    def give(self, turn: Turn, x: Tensor, payload: Payload) -> None:
+        """Encode this rank's values ``x`` for a shard of another rank (or for a sum)."""
 
     @abc.abstractmethod
-    def answer(self, turn: Turn, received: Sequence[Payload], payload: Payload) -> bool:
+    def answer(self, turn: Turn, x: Tensor, received: Sequence[Payload], payload: Payload) -> bool:
         """In this rank's own shard: sum what was given, encode the sum, and write to ``out`` what that says."""
 
     def take(self, turn: Turn, payload: Payload) -> bool:
@@ -126,12 +123,12 @@ class Feedback(abc.ABC):
 class NoFeedback(Feedback):
     """What was not said is lost: for codecs that are right on average, or to see what feedback is worth."""
 
-    def give(self, turn: Turn, payload: Payload) -> None:
-        turn.piece.codec.encode(turn.x, payload, gain=turn.gain, key=turn.key)
+    def give(self, turn: Turn, x: Tensor, payload: Payload) -> None:
+        turn.piece.codec.encode(x, payload, gain=turn.gain, key=turn.key)
 
-    def answer(self, turn: Turn, received: Sequence[Payload], payload: Payload) -> bool:
+    def answer(self, turn: Turn, x: Tensor, received: Sequence[Payload], payload: Payload) -> bool:
         return turn.piece.codec.merge(
-            turn.x, received, payload, gain=turn.gain, key=turn.key, out=turn.out, out_gain=turn.out_gain
+            x, received, payload, gain=turn.gain, key=turn.key, out=turn.out, out_gain=turn.out_gain
         )
 
 
@@ -142,12 +139,12 @@ class ErrorFeedback(Feedback):
         super().__init__()
         self._residuals = self.memories["residuals"] = Memory()
 
-    def give(self, turn: Turn, payload: Payload) -> None:
-        turn.piece.codec.encode(turn.x, payload, gain=turn.gain, residual=self._residuals.of(turn), key=turn.key)
+    def give(self, turn: Turn, x: Tensor, payload: Payload) -> None:
+        turn.piece.codec.encode(x, payload, gain=turn.gain, residual=self._residuals.of(turn), key=turn.key)
 
-    def answer(self, turn: Turn, received: Sequence[Payload], payload: Payload) -> bool:
+    def answer(self, turn: Turn, x: Tensor, received: Sequence[Payload], payload: Payload) -> bool:
         return turn.piece.codec.merge(
-            turn.x,
+            x,
             received,
             payload,
             gain=turn.gain,
@@ -172,19 +169,19 @@ class Ef21(Feedback):
         self._given = self.memories["estimates"] = Memory()
         self._result = self.shared["results"] = Memory()
 
-    def give(self, turn: Turn, payload: Payload) -> None:
+    def give(self, turn: Turn, x: Tensor, payload: Payload) -> None:
         codec = turn.piece.codec
         estimate = self._given.writable(turn)
-        codec.encode(_off(turn, estimate), payload, key=turn.key)
+        codec.encode(_off(turn, x, estimate), payload, key=turn.key)
         codec.decode(payload, estimate, add=True, key=turn.key)
 
-    def answer(self, turn: Turn, received: Sequence[Payload], payload: Payload) -> bool:
+    def answer(self, turn: Turn, x: Tensor, received: Sequence[Payload], payload: Payload) -> bool:
         codec = turn.piece.codec
         others = self._given.writable(turn)
         for other in received:
             codec.decode(other, others, add=True, key=turn.key)
         result = self._result.of(turn)
-        codec.encode(_off(turn, result.before).add_(others), payload, key=turn.key)
+        codec.encode(_off(turn, x, result.before).add_(others), payload, key=turn.key)
         return self.take(turn, payload)
 
     def take(self, turn: Turn, payload: Payload) -> bool:
@@ -206,8 +203,8 @@ class Ef21(Feedback):
             memory.clear()
 
 
-def _off(turn: Turn, estimate: Tensor) -> Tensor:
-    return torch.sub(turn.x * turn.gain, estimate)
+def _off(turn: Turn, x: Tensor, estimate: Tensor) -> Tensor:
+    return torch.sub(x * turn.gain, estimate)
 
 
 class MomentumCorrection(Feedback):
@@ -226,16 +223,16 @@ class MomentumCorrection(Feedback):
         self._residuals = self.memories["residuals"] = Memory()
         self._velocities = self.memories["velocities"] = Memory()
 
-    def give(self, turn: Turn, payload: Payload) -> None:
+    def give(self, turn: Turn, x: Tensor, payload: Payload) -> None:
         codec = turn.piece.codec
-        velocity = self._gather(turn)
+        velocity = self._gather(turn, x)
         codec.encode(velocity, payload, residual=self._residuals.of(turn), key=turn.key)
         if isinstance(codec, Sparse | Chain):
             codec.erase(payload, velocity, key=turn.key)
 
-    def answer(self, turn: Turn, received: Sequence[Payload], payload: Payload) -> bool:
+    def answer(self, turn: Turn, x: Tensor, received: Sequence[Payload], payload: Payload) -> bool:
         codec = turn.piece.codec
-        velocity = self._gather(turn)
+        velocity = self._gather(turn, x)
         residual = self._residuals.of(turn)
         finite = codec.merge(
             velocity, received, payload, residual=residual, key=turn.key, out=turn.out, out_gain=turn.out_gain
@@ -244,14 +241,14 @@ class MomentumCorrection(Feedback):
             codec.erase(payload, velocity, key=turn.key)
         return finite
 
-    def _gather(self, turn: Turn) -> Tensor:
+    def _gather(self, turn: Turn, x: Tensor) -> Tensor:
         """The velocity with this step's gradient in it."""
         gain = turn.gain
         if self._clip_norm is not None:
             norm = float(torch.linalg.vector_norm(turn.piece.slot.source)) * turn.gain
             limit = self._clip_norm * turn.share / math.sqrt(turn.world_size)
             gain *= min(1.0, limit / norm) if norm > 0 else 1.0
-        return self._velocities.writable(turn).mul_(self._momentum).add_(turn.x, alpha=gain)
+        return self._velocities.writable(turn).mul_(self._momentum).add_(x, alpha=gain)
 
 
 FEEDBACKS: dict[str, Callable[[], Feedback]] = {"ef": ErrorFeedback, "ef21": Ef21, "none": NoFeedback}

@@ -8,7 +8,8 @@ gains by that and the transport sends no more than is said, and unpacked when it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from ctypes import c_int64
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -22,57 +23,50 @@ Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 Scales = np.ndarray[tuple[int], np.dtype[np.floating[Any]]]
 
 
-class _View(NamedTuple):
-    """A row as numpy sees it."""
-
-    data: Bytes
-    length: np.ndarray[tuple[int], np.dtype[np.int64]]  # of what is packed; 0: nothing is
-    scales: list[Scales]  # of each piece that has blocks
-
-
 class Packing:
-    """How the rows of one shard are packed."""
+    """How the rows of one shard are packed. A row's head is the length of what is packed in it; 0: nothing is."""
 
     def __init__(self, pieces: Sequence[Piece], row_bytes: int) -> None:
         self._row_bytes = row_bytes
         self._blocks = [(piece.at, blocks) for piece in pieces if (blocks := piece.blocks) is not None]
-        self._views: dict[int, _View] = {}  # of the rows that it was asked about, by their address
 
     def pack(self, row: Tensor) -> int:
         """Leave out what is quiet; returns how many bytes of the row are to be sent."""
         if not self._blocks:
             return self._row_bytes
-        data, packed_length, all_scales = self._view(row)
-        saved = 0
-        for (_, blocks), scales in zip(self._blocks, all_scales, strict=True):
-            saved += (blocks.num_blocks - int(np.count_nonzero(scales))) * blocks.block_bytes
+        from gradsync.codecs.kernels.zeros import count_zeros  # Numba takes a second to import
+
+        start, saved = row.data_ptr(), 0
+        for at, blocks in self._blocks:
+            saved += count_zeros(start + at, blocks.num_blocks, blocks.scale_bytes) * blocks.block_bytes
+        head = c_int64.from_address(start)
+        head.value = 0
         if saved * WORTH_IT < self._row_bytes:
-            packed_length[0] = 0
             return self._row_bytes
+        data: Bytes = row.numpy()
         parts, done = [], HEAD_BYTES
-        for (at, blocks), scales in zip(self._blocks, all_scales, strict=True):
-            parts += [data[done : at + blocks.start], _rows(data, at, blocks)[scales != 0].reshape(-1)]
+        for at, blocks in self._blocks:
+            busy = _scales(data, at, blocks) != 0
+            parts += [data[done : at + blocks.start], _rows(data, at, blocks)[busy].reshape(-1)]
             done = at + blocks.end
         packed = np.concatenate([*parts, data[done:]])
         data[HEAD_BYTES : HEAD_BYTES + len(packed)] = packed
-        packed_length[0] = len(packed)
+        head.value = len(packed)
         return HEAD_BYTES + len(packed)
 
     def unpack(self, row: Tensor) -> None:
         """Put a row that has come back into its places."""
-        if not self._blocks:
-            return
-        data, packed_length, all_scales = self._view(row)
-        length = int(packed_length[0])
+        length = c_int64.from_address(row.data_ptr()).value if self._blocks else 0
         if length == 0:
             return
+        data: Bytes = row.numpy()
         packed: Bytes = data[HEAD_BYTES : HEAD_BYTES + length].copy()
         taken, done = 0, HEAD_BYTES
-        for (at, blocks), scales in zip(self._blocks, all_scales, strict=True):
+        for at, blocks in self._blocks:
             between = at + blocks.start - done
             data[done : at + blocks.start] = packed[taken : taken + between]
             taken += between
-            busy, rows = scales != 0, _rows(data, at, blocks)
+            busy, rows = _scales(data, at, blocks) != 0, _rows(data, at, blocks)
             size = int(np.count_nonzero(busy)) * blocks.block_bytes
             if taken + size > length:
                 break
@@ -82,14 +76,6 @@ class Packing:
         if length - taken != self._row_bytes - done:
             raise ValueError(f"a packed row of {length} bytes is not what its scales say it is.")
         data[done:] = packed[taken:]
-
-    def _view(self, row: Tensor) -> _View:
-        found = self._views.get(row.data_ptr())
-        if found is None:
-            data = row.numpy()
-            scales = [_scales(data, at, blocks) for at, blocks in self._blocks]
-            found = self._views[row.data_ptr()] = _View(data, data[:HEAD_BYTES].view(np.int64), scales)
-        return found
 
 
 def _scales(data: Bytes, at: int, blocks: Blocks) -> Scales:

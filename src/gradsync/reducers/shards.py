@@ -27,11 +27,16 @@ class Piece:
     slot: Slot
     first: int  # values of the slot, as they lie in memory
     end: int
+    flat: Tensor  # these values in the bucket
     codec: Codec
     at: int  # its first byte in the payload
     num_bytes: int
     key: int  # tells it from other pieces, in whatever bucket it lies
     blocks: Blocks | None = None  # of its payload, that need not be sent while they are zero
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This piece's values of a tensor that holds the whole slot's, or what corresponds to them."""
+        return whole if self.flat.numel() == whole.numel() else whole[self.first : self.end]
 
     def payload(self, row: Tensor) -> Payload:
         return Payload(row[self.at : self.at + self.num_bytes])
@@ -66,7 +71,7 @@ def cut(bucket: Bucket, codecs: Mapping[str, Codec], num_shards: int, *, bundled
         num_bytes = codec.encoded_bytes(end - first, dtype)
         key = zlib.crc32(f"{slot.name} {first}".encode())
         blocks = codec.blocks(end - first, dtype)
-        rows[owner].append(Piece(slot, first, end, codec, ends[owner], num_bytes, key, blocks))
+        rows[owner].append(Piece(slot, first, end, slot.flat[first:end], codec, ends[owner], num_bytes, key, blocks))
         ends[owner] += num_bytes
 
     owner, filled = 0, 0.0
