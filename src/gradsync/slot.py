@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from gradsync.comm import large_pages
 from gradsync.comm.base import Loan
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class Slot:
         """A copy of values in the parameter's shape, as this slot's lie."""
         if values.shape != self.param.shape:
             raise ValueError(f"parameter {self.name} has shape {tuple(self.param.shape)}; got {tuple(values.shape)}.")
-        flat = torch.zeros(self.flat.numel(), dtype=real_dtype(values.dtype), device=self.flat.device)
+        flat = large_pages.zeros(self.flat.numel(), real_dtype(values.dtype), self.flat.device)
         self.shaped(flat).copy_(values)
         return flat
 

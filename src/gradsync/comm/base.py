@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from gradsync.comm import large_pages
 from gradsync.comm.feed import Feed
 from gradsync.comm.lifeline import Lifeline
 
@@ -150,7 +151,7 @@ class Communicator(abc.ABC):
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A zeroed flat tensor for an engine's bucket; a transport may place it where it need not be copied."""
-        return torch.zeros(numel, dtype=dtype, device=device)
+        return large_pages.zeros(numel, dtype, device)
 
     def own_part(self, buffer: Tensor) -> tuple[int, int]:
         """The values of an allocated buffer that this rank sums for all (from, to): these it may lend."""

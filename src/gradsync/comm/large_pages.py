@@ -1,8 +1,8 @@
-"""Shared memory in few large pages: a core that walks through it has far fewer addresses to look up.
+"""Memory in few large pages: a core that walks through it has far fewer addresses to look up.
 
-Two workers that train on one host walk through all gradients several times a step. In pages of 4 KB looking their
-addresses up took a fifth of that, in a virtual machine. The kernel puts shared memory on large pages only where it is
-mapped at a multiple of their size, and is asked to.
+A worker walks through all gradients several times a step. In pages of 4 KB looking their addresses up took a fifth of
+that, in a virtual machine. The kernel puts memory on large pages only where it lies at a multiple of their size, and
+shared memory only if it is asked to.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import mmap
 import os
 import weakref
 from typing import Any
+
+import torch
+from torch import Tensor
 
 LARGE_PAGE = 2 << 20
 _MAP_FIXED = 0x10
@@ -44,6 +47,26 @@ def map_shared(descriptor: int, num_bytes: int) -> Any:
     # Not at exit: threads that still write to it then would bring the process down.
     weakref.finalize(buffer, _libc.munmap, room, room_bytes).atexit = False
     return buffer
+
+
+def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A flat tensor of zeros; where it is large, and for a CPU, on large pages.
+
+    >>> import torch
+    >>> from gradsync.comm.large_pages import zeros
+    >>> t = zeros(1 << 20, torch.float32, torch.device("cpu"))
+    >>> t.shape, bool(t.any()), t.data_ptr() % (2 << 20)
+    (torch.Size([1048576]), False, 0)
+    """
+    num_bytes = numel * dtype.itemsize
+    if device.type != "cpu" or num_bytes < LARGE_PAGE:
+        return torch.zeros(numel, dtype=dtype, device=device)
+    whole = -(-num_bytes // LARGE_PAGE) * LARGE_PAGE
+    room = torch.empty(whole + LARGE_PAGE, dtype=torch.uint8)
+    start = -room.data_ptr() % LARGE_PAGE
+    made = room[start : start + num_bytes].view(dtype).zero_()
+    use_large_pages(made.data_ptr(), whole)
+    return made
 
 
 def use_large_pages(address: int, num_bytes: int) -> None:

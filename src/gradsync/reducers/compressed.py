@@ -21,6 +21,7 @@ from gradsync.codecs.cast import Bf16, Fp16
 from gradsync.codecs.chain import Chain
 from gradsync.codecs.dense import Dense
 from gradsync.codecs.sparse import Sparse
+from gradsync.comm import large_pages
 from gradsync.comm.base import Communicator, Finished, Work
 from gradsync.reducers.base import Reducer
 from gradsync.reducers.bundle import LARGEST_NUMEL
@@ -276,8 +277,8 @@ class Compressed(Reducer):
         if wire is None or wire.codecs != codecs:
             shards = cut(bucket, codecs, num_shards, bundled_as=self._sums_as or bucket.buffer.dtype)
             num_rows = 1 if summed else world_size
-            given = torch.zeros(num_rows, shards.row_bytes, dtype=torch.uint8, device=bucket.device)
-            got = given if summed else torch.zeros_like(given)
+            given = large_pages.zeros(num_rows * shards.row_bytes, torch.uint8, bucket.device).view(num_rows, -1)
+            got = given if summed else large_pages.zeros(given.numel(), torch.uint8, bucket.device).view(num_rows, -1)
             wire = _Wire(codecs, shards, given, got)
             self._wires[bucket.index] = wire
         return wire

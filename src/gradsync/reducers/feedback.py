@@ -19,6 +19,7 @@ from torch import Tensor
 from gradsync.codecs.base import Payload, Residual
 from gradsync.codecs.chain import Chain
 from gradsync.codecs.sparse import Sparse
+from gradsync.comm import large_pages
 from gradsync.reducers.shards import Piece
 from gradsync.slot import Slot
 
@@ -78,7 +79,7 @@ def _entry(tensors: dict[str, Tensor], slot: Slot) -> Tensor:
     known = tensors.get(slot.name)
     if known is None:
         flat = slot.flat
-        known = tensors[slot.name] = torch.zeros(flat.numel(), dtype=worked_in(flat.dtype), device=flat.device)
+        known = tensors[slot.name] = large_pages.zeros(flat.numel(), worked_in(flat.dtype), flat.device)
     return known
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from gradsync.bucket import Bucket
 from gradsync.codecs.base import COMPILED_DTYPES
+from gradsync.comm import large_pages
 from gradsync.slot import Slot
 
 
@@ -101,7 +102,7 @@ class Frame:
     @classmethod
     def zeros(cls, layout: Layout) -> Frame:
         sizes = (layout.numel, layout.left_numel, layout.right_numel)
-        return cls(*(torch.zeros(size, dtype=layout.dtype, device=layout.device) for size in sizes))
+        return cls(*(large_pages.zeros(size, layout.dtype, layout.device) for size in sizes))
 
 
 class Maths(abc.ABC):
