@@ -15,8 +15,18 @@ import numpy as np
 import torch
 
 from gradsync.codecs.blockwise import LARGEST_BLOCK, PATIENT_LEVELS, SUMS, WORDS, scale_limit
-from gradsync.codecs.kernels.lanes import from_bits, get, pointer, put, scratch, shifted
-from gradsync.codecs.kernels.moves import add, add_to, fill, inlined, largest_bits, load, load_sum, store, streamable
+from gradsync.codecs.kernels.lanes import from_bits, get, magnitude_bits, pointer, put, scratch, shifted
+from gradsync.codecs.kernels.moves import (
+    add,
+    fill,
+    inlined,
+    largest_bits,
+    load,
+    load_and_look,
+    load_sum,
+    store,
+    streamable,
+)
 from gradsync.codecs.kernels.words import decode_words, encode_words
 from gradsync.compiled import VECTOR_BYTES, fence, numba
 
@@ -109,12 +119,10 @@ def _passes(
             first = index * block
             size, at = min(block, count - first), first * item
             words = pointer(payload + codes + index * words_a_block, np.int32)
-            quiet = False
-            if levels >= PATIENT_LEVELS:
-                load(values, pointer(x + at, kind), size, factor)
-                quiet = largest_bits(values, size) == 0
-                if before != 0:
-                    add_to(values, pointer(before + at, kind), size)
+            quiet, looked = False, magnitude_bits(factor)
+            if before != 0 and levels >= PATIENT_LEVELS:
+                seen, looked = load_and_look(values, pointer(x + at, kind), pointer(before + at, kind), size, factor)
+                quiet = seen == 0
             elif before != 0:
                 load_sum(values, pointer(x + at, kind), pointer(before + at, kind), size, factor)
             else:
@@ -136,7 +144,8 @@ def _passes(
                 if not scale <= kind(largest):  # it may have been rounded above every number
                     scale = kind(largest) if largest_bits(values, size) < infinity else kind(np.nan)
             else:
-                magnitude = largest_bits(values, size)
+                known = before != 0 and levels >= PATIENT_LEVELS and num_received == 0
+                magnitude = looked if known else largest_bits(values, size)
                 scale = min(from_bits(magnitude) / kind(levels), kind(limit))
                 if magnitude >= infinity:
                     scale = kind(np.nan)
@@ -146,10 +155,15 @@ def _passes(
                     reciprocal = kind(1) / scale
             if scale != scale:
                 fill(values, kind(0), size)  # then the codes are 0, and what is left is 0 - NaN
+            # What is left goes to memory at once where it may: the words of a short block say more than there is.
+            leave = after != 0 and not after_past_cache and size == block
+            left = pointer(after + at, kind) if leave else values
             for j in range(0, width, WORDS):
-                encode_words(words, values, j, width, scale, reciprocal, first, one, other, bits, levels, stochastic)
+                encode_words(
+                    words, values, left, j, width, scale, reciprocal, first, one, other, bits, levels, stochastic
+                )
             put(pointer(payload, kind), index, scale)
-            if after != 0:
+            if after != 0 and not leave:
                 store(pointer(after + at, kind), values, size, lanes, after_past_cache)
             if out != 0:
                 scale *= out_factor

@@ -115,6 +115,16 @@ def larger(typing_context: Any, one: Any, other: Any) -> Any:
 
 
 @intrinsic
+def either(typing_context: Any, one: Any, other: Any) -> Any:
+    """The bits that are set in one whole number or the other, of the same width."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.or_(args[0], args[1])
+
+    return one(one, one), generate
+
+
+@intrinsic
 def from_bits(typing_context: Any, bits: Any) -> Any:
     """The float that has these bits."""
     kind = types.float32 if bits == types.int32 else types.float64

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gradsync.codecs.kernels.lanes import get, larger, magnitude_bits, put, shifted, stream
+from gradsync.codecs.kernels.lanes import either, get, larger, magnitude_bits, put, shifted, stream
 from gradsync.compiled import VECTOR_BYTES, numba
 
 
@@ -29,10 +29,17 @@ def load_sum(values: Any, x: Any, others: Any, count: int, gain: Any) -> None:
 
 
 @inlined
-def add_to(values: Any, others: Any, count: int) -> None:
-    """Add memory to scratch."""
+def load_and_look(values: Any, x: Any, others: Any, count: int, gain: Any) -> Any:
+    """As ``load_sum``; returns 0 if all of x is, and the bits of the largest magnitude that was written."""
+    seen = magnitude_bits(get(x, 0) * gain)
+    largest = magnitude_bits(get(x, 0) * gain + get(others, 0))
     for i in range(count):
-        put(values, i, get(values, i) + get(others, i))
+        own = get(x, i) * gain
+        value = own + get(others, i)
+        seen = either(seen, magnitude_bits(own))
+        largest = larger(largest, magnitude_bits(value))
+        put(values, i, value)
+    return seen, largest
 
 
 @inlined

@@ -85,6 +85,7 @@ def encode_words(
     typing_context: Any,
     words: Any,
     values: Any,
+    left: Any,
     index: Any,
     width: Any,
     scale: Any,
@@ -96,17 +97,17 @@ def encode_words(
     levels: Any,
     stochastic: Any,
 ) -> Any:
-    """Write the words from ``index`` on, of ``width``; leave in ``values`` what they do not say."""
+    """Write the words from ``index`` on, of ``width``; what they do not say goes to ``left``, perhaps ``values``."""
     num_bits, num_levels, by_chance = bits.literal_value, levels.literal_value, bool(stochastic.literal_value)
     kind, number = values.dtype, types.int64
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         vectors = _Vectors(builder, kind)
-        scales, reciprocals = (vectors.spread(value, vectors.float) for value in args[4:6])
-        halves = [vectors.spread(half, vectors.word) for half in args[7:9]]
+        scales, reciprocals = (vectors.spread(value, vectors.float) for value in args[5:7])
+        halves = [vectors.spread(half, vectors.word) for half in args[8:10]]
         rounder = vectors.spread(_ROUNDER[kind], vectors.float)
         packed = vectors.spread(0, vectors.word)
-        at = args[2]
+        at = args[3]
         for shift in range(0, 32, num_bits):
             value = vectors.load(args[1], at)
             if num_levels == 0:
@@ -114,7 +115,7 @@ def encode_words(
                 code = builder.zext(below, vectors.word)
                 said = vectors.signed(scales, code)
             elif by_chance:
-                draw = vectors.uniform(builder.add(args[6], at), *halves)
+                draw = vectors.uniform(builder.add(args[7], at), *halves)
                 whole = vectors.rounded_down(builder.fadd(builder.fmul(value, reciprocals), draw))
                 whole = vectors.smaller(whole, vectors.spread(float(num_levels), vectors.float))
                 code = vectors.low_words(builder.fadd(whole, rounder))
@@ -125,14 +126,14 @@ def encode_words(
                 said = builder.fmul(builder.fsub(lifted, rounder), scales)
             code = builder.and_(code, vectors.spread(2**num_bits - 1, vectors.word))
             packed = builder.or_(packed, builder.shl(code, vectors.spread(shift, vectors.word)))
-            vectors.store(builder.fsub(value, said), args[1], at)
-            at = builder.add(at, args[3])
-        builder.store(packed, vectors.at(args[0], args[2], vectors.word), align=4)
+            vectors.store(builder.fsub(value, said), args[2], at)
+            at = builder.add(at, args[4])
+        builder.store(packed, vectors.at(args[0], args[3], vectors.word), align=4)
         return context.get_dummy_value()
 
     floats, halves = (kind, kind), (types.int32, types.int32)
     constants = (bits, levels, stochastic)
-    return types.void(words, values, number, number, *floats, number, *halves, *constants), generate
+    return types.void(words, values, left, number, number, *floats, number, *halves, *constants), generate
 
 
 @intrinsic(prefer_literal=True)
