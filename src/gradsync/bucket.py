@@ -195,8 +195,8 @@ def plan_buckets(
 
     A bucket has one dtype and one device; the buckets come in the order in which they will be full. A parameter that is
     larger than the cap has a bucket of its own, but for the little (less than an eighth of the cap) that came before:
-    every bucket costs its hundred microseconds, and a bias is not worth that. Towards the end buckets
-    are half as large: what the last ones take on the wire nothing hides.
+    every bucket costs its hundred microseconds, and a bias is not worth that. Towards the end buckets are half as
+    large: what the last ones take on the wire nothing hides.
 
     >>> import torch
     >>> from gradsync.bucket import plan_buckets
@@ -215,7 +215,8 @@ def plan_buckets(
         kind = (param.dtype, param.device)
         num_bytes = param.numel() * param.element_size()
         cap = cap_bytes if to_come + sizes.get(kind, 0) > LAST * cap_bytes else -(-cap_bytes // 2)
-        cap = cap if full else min(cap, first_cap_bytes)
+        if not full:
+            cap = min(cap, first_cap_bytes)
         if kind in open_buckets and sizes[kind] + num_bytes > cap and sizes[kind] * LITTLE >= cap:
             full.append((last_ready[kind], open_buckets.pop(kind)))
             sizes[kind] = 0
