@@ -31,7 +31,7 @@ from gradsync.profiling.seam import SILENT, Recording
 from gradsync.replicas import copy_training_state, hyperparameter_checksum
 from gradsync.samedata import SameDataWatch
 from gradsync.settings import Settings
-from gradsync.slot import AnySlot, Slot, SparseSlot
+from gradsync.slot import AnySlot, SparseSlot
 from gradsync.stepping import StepGate
 from gradsync.strategies.base import Strategy
 from gradsync.training import Training
@@ -163,7 +163,9 @@ class Engine:
         if self.window.num_backwards > 1:
             slot.collect()
         elif not slot.is_small:  # small ones the bucket takes when it is sealed
-            self._bring_in(slot, backward)
+            if backward.factor is None:
+                self._learn_factor(block=False)
+            slot.bring_in(backward.factor, may_lend=self.strategy.reads_fresh_gradients)
         bucket = slot.bucket
         slot.ready = True
         bucket.missing -= 1
@@ -175,13 +177,6 @@ class Engine:
             return  # a hook costs most where it runs through code that the caches have lost since the last one
         if not self._launch(final=False):
             self.strategy.advance()
-
-    def _bring_in(self, slot: Slot, backward: _Backward) -> None:
-        """Have a gradient where the reducer will look for it."""
-        if backward.factor is None:
-            self._learn_factor(block=False)
-        if not (self.strategy.reads_fresh_gradients and slot.lend(backward.factor)):
-            slot.collect(backward.factor)
 
     # -- one backward ---------------------------------------------------------------------------------------------
 

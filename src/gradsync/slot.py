@@ -30,7 +30,7 @@ class Slot:
         self.fresh: Tensor | None = None  # a gradient that lies, in the same order, where autograd put it
         self.kept = (0, flat.numel())  # what of it, from and to, its reader takes from there
         self.is_small = flat.nbytes <= SMALL_BYTES
-        self._is_plain = view.is_contiguous() and not view.is_complex()
+        self._is_plain = view.is_contiguous()
         self.index = index  # its flag's place in bucket.flags
         self.ready = False  # its gradient of the current backward is in
         self.held = False  # it has gathered gradients, and .grad was taken away meanwhile (see Engine)
@@ -66,6 +66,11 @@ class Slot:
                 self._multiply_in(self.view, grad.detach(), factor)
                 self.scaled = True
         self.param.grad = self.view
+
+    def bring_in(self, factor: float | None, *, may_lend: bool) -> None:
+        """Have a gradient that came whole where its reducer looks for it: in the bucket, or where autograd put it."""
+        if not (may_lend and self.lend(factor)):
+            self.collect(factor)
 
     def keep_only(self, first: int, end: int) -> None:
         """Say which values of the bucket are read where autograd put them; the others will be copied into it."""
@@ -107,6 +112,12 @@ class Slot:
         assert self.fresh is not None, "the gradient was lent"
         first, end = self.kept
         return Loan(self.start + first, self.fresh[first:end], self.bucket.factor)
+
+    def recall(self) -> None:
+        """Bring what was lent into the bucket after all."""
+        if self.fresh is not None:
+            torch.mul(self.fresh, self.bucket.factor, out=self.flat)
+            self.fresh, self.param.grad = None, self.view
 
     @property
     def source(self) -> Tensor:

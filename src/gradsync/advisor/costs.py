@@ -168,8 +168,8 @@ def _rehearse(reducer: Reducer, sample: Sequence[Gradient], world_size: int, com
             bucket.open()
             for slot in bucket.slots:
                 slot.param.grad = _fresh(slot)
-                if not (reducer.reads_fresh_gradients and not slot.is_small and slot.lend()):
-                    slot.collect()
+                if not slot.is_small:
+                    slot.bring_in(None, may_lend=reducer.reads_fresh_gradients)
                 slot.ready = True
             bucket.seal(1.0 / world_size)
             generator, at, start_s = reducer.reduce(bucket, stage), 0, time.perf_counter()

@@ -16,16 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradsync.comm.base import (
-    Communicator,
-    Finished,
-    ReduceOp,
-    Work,
-    check_contiguous,
-    check_exchange,
-    check_op,
-    check_rows,
-)
+from gradsync.comm.base import Communicator, Finished, ReduceOp, Work, check_op
+from gradsync.comm.checks import check_contiguous, check_exchange, check_rows
 from gradsync.comm.doors import Door, meet
 from gradsync.comm.feed import Feed
 from gradsync.comm.letters import Letter, OwnLetter

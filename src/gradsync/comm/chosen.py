@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from gradsync.comm.algorithms import ALGORITHMS
-from gradsync.comm.base import Communicator, Finished, Loan, ReduceOp, Work, check_contiguous, check_op
+from gradsync.comm.base import Communicator, Finished, Loan, ReduceOp, Work, check_op
+from gradsync.comm.checks import check_contiguous
 from gradsync.comm.choice import (
     CHOICES,
     FORMAT,

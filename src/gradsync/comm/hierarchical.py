@@ -16,17 +16,9 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from gradsync.comm.base import (
-    Communicator,
-    Finished,
-    ReduceOp,
-    Work,
-    check_contiguous,
-    check_exchange,
-    check_op,
-    check_rows,
-)
+from gradsync.comm.base import Communicator, Finished, ReduceOp, Work, check_op
 from gradsync.comm.c10d import C10d
+from gradsync.comm.checks import check_contiguous, check_exchange, check_rows
 from gradsync.comm.hosts import describe_hosts, ranks_by_host
 from gradsync.comm.lifeline import Lifeline
 from gradsync.comm.passage import Aside, Followed, Passage, Roads, Stage

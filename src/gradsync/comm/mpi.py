@@ -17,16 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsync.comm.base import (
-    Communicator,
-    Finished,
-    ReduceOp,
-    Work,
-    check_contiguous,
-    check_exchange,
-    check_op,
-    check_rows,
-)
+from gradsync.comm.base import Communicator, Finished, ReduceOp, Work, check_op
+from gradsync.comm.checks import check_contiguous, check_exchange, check_rows
 from gradsync.comm.feed import Feed
 from gradsync.comm.lifeline import Lifeline
 from gradsync.comm.mpi_library import Library, load

@@ -19,18 +19,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from gradsync.comm.base import (
-    Communicator,
-    Finished,
-    Loan,
-    ReduceOp,
-    Work,
-    check_contiguous,
-    check_exchange,
-    check_op,
-    check_rows,
-)
+from gradsync.comm.base import Communicator, Finished, Loan, ReduceOp, Work, check_op
 from gradsync.comm.c10d import C10d
+from gradsync.comm.checks import check_contiguous, check_exchange, check_rows
 from gradsync.comm.lifeline import Lifeline
 from gradsync.comm.shm_buffers import Buffers, Rows
 from gradsync.comm.shm_floor import Floor

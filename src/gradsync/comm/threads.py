@@ -13,7 +13,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from gradsync.comm.base import Communicator, ReduceOp, Work, check_contiguous, check_exchange, check_op, check_rows
+from gradsync.comm.base import Communicator, ReduceOp, Work, check_op
+from gradsync.comm.checks import check_contiguous, check_exchange, check_rows
 from gradsync.comm.feed import Feed
 from gradsync.errors import CollectiveFailed, PeerLost
 

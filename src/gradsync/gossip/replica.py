@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from gradsync.reducers.feedback import worked_in
+from gradsync.reducers.shards import worked_in
 
 SAMPLE_NUMEL = 1 << 14  # values by which two models are compared; more => a surer figure, a little more work
 

@@ -52,8 +52,7 @@ class Bundle:
         """Write this rank's share of the mean, in unscaled units."""
         mine = self._in(row)
         for slot in self.slots:
-            if slot.fresh is not None:
-                torch.mul(slot.fresh, slot.source_gain, out=slot.flat)
+            slot.recall()
         torch._foreach_copy_(mine.runs, self._runs)
         if self._bucket.loss_scale != 1.0:
             mine.gradients.mul_(1.0 / self._bucket.loss_scale)

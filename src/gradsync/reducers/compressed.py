@@ -16,57 +16,20 @@ from torch import Tensor
 
 from gradsync import spec
 from gradsync.bucket import MIB, Bucket, BucketPlan
-from gradsync.codecs.base import Codec, Payload
+from gradsync.codecs.base import Codec
 from gradsync.codecs.cast import Bf16, Fp16
 from gradsync.codecs.chain import Chain
 from gradsync.codecs.dense import Dense
 from gradsync.codecs.sparse import Sparse
-from gradsync.comm import large_pages
 from gradsync.comm.base import Communicator, Finished, Work
 from gradsync.reducers.base import Reducer
 from gradsync.reducers.bundle import LARGEST_NUMEL
-from gradsync.reducers.feedback import FEEDBACKS, Feedback, Memory, MomentumCorrection, Turn, worked_in
-from gradsync.reducers.quiet import Packing
+from gradsync.reducers.feedback import FEEDBACKS, Feedback, Memory, MomentumCorrection, Turn
 from gradsync.reducers.rules import MIN_NUMEL, CodecRule, Rules
-from gradsync.reducers.shards import Piece, Shards, cut
+from gradsync.reducers.shards import Piece, cut, worked_in
+from gradsync.reducers.wire import Wire
 
 WHOLE: dict[torch.dtype, Codec] = {torch.float16: Fp16(), torch.bfloat16: Bf16()}
-
-
-class _Wire:
-    """What one bucket needs on its way, kept from step to step.
-
-    Rows and payloads are cut once: to cut a tensor takes a microsecond or two, and several when the caches are cold.
-    """
-
-    def __init__(self, codecs: dict[str, Codec], shards: Shards, given: Tensor, got: Tensor) -> None:
-        self.codecs = codecs  # of the slots that are not bundled
-        self.shards = shards
-        self.packings = [Packing(pieces if given.is_cpu else (), shards.row_bytes) for pieces in shards.rows]
-        self.given = given  # a row for each rank: what this rank sends, and afterwards everyone's answers
-        self.got = got
-        self.answer = torch.zeros_like(given[0])
-        self.bytes_given = (len(given) - 1) * shards.row_bytes  # at the last step, to all others together
-        self.rows_given, self.rows_got = given.unbind(), got.unbind()
-        self._payloads: dict[int, list[Payload]] = {}  # of the rows that it was asked about, by their address
-
-    def payloads(self, row: Tensor, shard: int) -> list[Payload]:
-        """The pieces of a shard in a row, which is always of that shard."""
-        found = self._payloads.get(row.data_ptr())
-        if found is None:
-            found = self._payloads[row.data_ptr()] = [piece.payload(row) for piece in self.shards.rows[shard]]
-        return found
-
-    def pack(self, comm: Communicator) -> list[int] | None:
-        """Make what is given as short as it can be; returns how many bytes of each row count, if not all do."""
-        if not comm.sends_used_only:
-            return None
-        used = [0] * comm.world_size
-        for rank in range(comm.world_size):
-            if rank != comm.rank:
-                used[rank] = self.packings[rank % len(self.packings)].pack(self.rows_given[rank])
-        self.bytes_given = sum(used)
-        return used
 
 
 @spec.register("reducer", "compressed")
@@ -104,7 +67,7 @@ class Compressed(Reducer):
         self._steps = 0
         self._feedback = self._make_feedback()
         self._settle_stages({torch.float32})
-        self._wires: dict[int, _Wire] = {}
+        self._wires: dict[int, Wire] = {}
         self._chosen: dict[str, Codec] = {}
         self._warms_up = any(type(codec).at is not Codec.at for _, codec in self.rules.patterns)
 
@@ -211,14 +174,14 @@ class Compressed(Reducer):
             self._take(wire, wire.rows_given[rank], rank, turns[rank])
         self.nonfinite += bundle.take_sum([wire.rows_given[last]])
 
-    def _give(self, wire: _Wire, row: Tensor, shard: int, bucket: Bucket, comm: Communicator) -> list[Turn]:
+    def _give(self, wire: Wire, row: Tensor, shard: int, bucket: Bucket, comm: Communicator) -> list[Turn]:
         """Encode this rank's part of a shard into a row."""
         turns = [self._turn(piece, bucket, comm) for piece in wire.shards.rows[shard]]
         for turn, payload in zip(turns, wire.payloads(row, shard), strict=True):
             self._feedback.give(turn, _values(turn.piece), payload)
         return turns
 
-    def _take(self, wire: _Wire, row: Tensor, shard: int, turns: Sequence[Turn]) -> None:
+    def _take(self, wire: Wire, row: Tensor, shard: int, turns: Sequence[Turn]) -> None:
         """Write what a row says where it belongs."""
         for turn, payload in zip(turns, wire.payloads(row, shard), strict=True):
             self._end(turn, finite=self._feedback.take(turn, payload))
@@ -227,7 +190,7 @@ class Compressed(Reducer):
         shared = piece.codec.sums_as is not None  # then all ranks choose alike
         key = _mix(self._seed, self._steps, piece.key, 0 if shared else 1 + comm.rank)
         gain, scale, out = piece.slot.source_gain, bucket.loss_scale, piece.flat
-        if out.dtype.itemsize < 4:
+        if worked_in(out.dtype) != out.dtype:
             out = torch.empty_like(out, dtype=worked_in(out.dtype))
         return Turn(piece, gain / scale, out, scale, key, bucket.may_overflow, bucket.factor, comm.world_size)
 
@@ -267,7 +230,7 @@ class Compressed(Reducer):
     def codecs(self) -> dict[str, str]:
         return {name: spec.render(codec) for name, codec in self._chosen.items()}
 
-    def _wire_of(self, bucket: Bucket, world_size: int) -> _Wire:
+    def _wire_of(self, bucket: Bucket, world_size: int) -> Wire:
         wire = self._wires.get(bucket.index)
         if wire is not None and not self._warms_up:
             return wire
@@ -277,9 +240,7 @@ class Compressed(Reducer):
         if wire is None or wire.codecs != codecs:
             shards = cut(bucket, codecs, num_shards, bundled_as=self._sums_as or bucket.buffer.dtype)
             num_rows = 1 if summed else world_size
-            given = large_pages.zeros(num_rows * shards.row_bytes, torch.uint8, bucket.device).view(num_rows, -1)
-            got = given if summed else large_pages.zeros(given.numel(), torch.uint8, bucket.device).view(num_rows, -1)
-            wire = _Wire(codecs, shards, given, got)
+            wire = Wire(codecs, shards, num_rows, bucket.device)
             self._wires[bucket.index] = wire
         return wire
 
@@ -334,7 +295,7 @@ class Compressed(Reducer):
 def _values(piece: Piece) -> Tensor:
     """What this rank has of a piece, in a dtype that codecs take."""
     x = piece.of(piece.slot.source)
-    return x.to(worked_in(x.dtype)) if x.dtype.itemsize < 4 else x
+    return x.to(worked_in(x.dtype))
 
 
 def _mix(*parts: int) -> int:

@@ -20,7 +20,7 @@ from gradsync.codecs.base import Payload, Residual
 from gradsync.codecs.chain import Chain
 from gradsync.codecs.sparse import Sparse
 from gradsync.comm import large_pages
-from gradsync.reducers.shards import Piece
+from gradsync.reducers.shards import Piece, worked_in
 from gradsync.slot import Slot
 
 Kept = dict[str, dict[str, Tensor]]  # kind ("residuals"), then parameter name; flat, as values lie in the bucket
@@ -68,11 +68,6 @@ class Memory:
     def end_step(self, *, finite: bool) -> None:
         if finite and self._next:
             self.now, self._next = {**self.now, **self._next}, self.now
-
-
-def worked_in(dtype: torch.dtype) -> torch.dtype:
-    """What is left of a value of 16 bits may be too small for 16 bits: it is encoded, and kept, in 32."""
-    return torch.float32 if dtype.itemsize < 4 else dtype
 
 
 def _entry(tensors: dict[str, Tensor], slot: Slot) -> Tensor:

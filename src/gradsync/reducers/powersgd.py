@@ -168,8 +168,7 @@ class PowerSGD(Reducer):
 
     def _reduce_whole(self, bucket: Bucket, comm: Communicator) -> Iterator[Work]:
         for slot in bucket.slots:
-            if slot.fresh is not None:
-                torch.mul(slot.source, slot.source_gain, out=slot.flat)
+            slot.recall()
         yield comm.all_reduce(bucket.storage)
         if not _is_finite(bucket.buffer):
             self.nonfinite += [slot.name for slot in bucket.slots if not _is_finite(slot.flat)]
@@ -221,8 +220,7 @@ class PowerSGD(Reducer):
         for slot in desk.layout.dense:
             owed = self._saved["residuals"].get(slot.name)
             if owed is not None:
-                slot.flat.copy_(slot.source).mul_(slot.source_gain)
-                slot.fresh = None
+                slot.recall()
                 slot.flat.add_(slot.flattened(owed), alpha=bucket.loss_scale)
                 self._paid.add(slot.name)
 

@@ -20,6 +20,11 @@ GRAIN = 1024
 HEAD_BYTES = 8  # that a row begins with: see quiet.py
 
 
+def worked_in(dtype: torch.dtype) -> torch.dtype:
+    """What is left of a value of 16 bits may be too small for 16 bits: it is encoded, and kept, in 32."""
+    return torch.float32 if dtype.itemsize < 4 else dtype
+
+
 @dataclass(frozen=True)
 class Piece:
     """A part of one parameter, with its place in a shard's payload."""
@@ -59,7 +64,7 @@ def cut(bucket: Bucket, codecs: Mapping[str, Codec], num_shards: int, *, bundled
 
     ``codecs``: of slots, by name. Those that are not named are bundled, in values of the dtype ``bundled_as``.
     """
-    dtype = torch.float32 if bucket.buffer.dtype.itemsize < 4 else bucket.buffer.dtype  # what the codecs see
+    dtype = worked_in(bucket.buffer.dtype)
     slots = [slot for slot in bucket.slots if slot.name in codecs]
     costs = [codecs[slot.name].encoded_bytes(slot.flat.numel(), dtype) for slot in slots]
     bundle = Bundle(bucket, [slot for slot in bucket.slots if slot.name not in codecs], bundled_as)

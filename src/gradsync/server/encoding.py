@@ -14,7 +14,7 @@ from gradsync.codecs.base import Codec, Payload, Residual
 from gradsync.codecs.chain import Chain
 from gradsync.codecs.sparse import Sparse
 from gradsync.comm.messages import DTYPES
-from gradsync.reducers.feedback import worked_in
+from gradsync.reducers.shards import worked_in
 from gradsync.server.job import Job
 
 FEEDBACKS = ("ef", "none")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gradsync.comm.messages import DTYPES, Json
-from gradsync.reducers.feedback import worked_in
+from gradsync.reducers.shards import worked_in
 from gradsync.server.job import LEFT_OUT, OPTIMIZERS, Hyperparameters, Job
 from gradsync.server.late import Late
 

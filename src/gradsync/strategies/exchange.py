@@ -25,7 +25,7 @@ from gradsync.comm.base import Communicator, Work
 from gradsync.errors import NonFiniteGradient
 from gradsync.reducers.allreduce import Plain
 from gradsync.reducers.base import Reducer
-from gradsync.reducers.feedback import worked_in
+from gradsync.reducers.shards import worked_in
 from gradsync.slot import Slot
 from gradsync.strategies.attendance import Attendance
 
