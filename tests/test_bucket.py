@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from gradsync.bucket import plan_buckets
+from gradsync.bucket import MIB, plan_buckets
 
 
 def params_of(sizes: list[int]) -> list[tuple[str, Parameter]]:
@@ -18,12 +18,19 @@ def sizes_of(layout: list[list[str]], sizes: list[int]) -> list[int]:
     return [sum(sizes[int(name)] for name in names) for names in layout]
 
 
-def test_the_first_bucket_is_small_and_the_last_ones_are_half_as_large() -> None:
-    sizes = [16] * 20
+def test_the_first_bucket_is_small_and_towards_the_end_they_are_ever_smaller() -> None:
+    sizes = [16] * 26
     assert sizes_of(plan_buckets(params_of(sizes), cap_bytes=64, first_cap_bytes=16), sizes) == [
-        *[16, 64, 64, 64],
-        *[32, 32, 32, 16],
+        *[16, 64, 64, 64],  # more is to come than four hold
+        *[32] * 3,  # more than two
+        *[16] * 7,
     ]
+
+
+def test_of_large_buckets_only_the_last_bytes_are_cut_up() -> None:
+    sizes = [MIB] * 96
+    layout = plan_buckets(params_of(sizes), cap_bytes=32 * MIB, first_cap_bytes=32 * MIB)
+    assert [size // MIB for size in sizes_of(layout, sizes)] == [32, 32, 16, 8, 8]
 
 
 def test_a_little_goes_with_the_large_parameter_that_follows() -> None:

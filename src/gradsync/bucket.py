@@ -16,7 +16,7 @@ from gradsync.slot import AnySlot, Slot, SparseSlot, real_dtype
 MIB = 1 << 20
 BUCKET_BYTES = 25 * MIB  # larger => fewer, longer collectives; smaller => they start earlier in backward
 FIRST_BUCKET_BYTES = 1 * MIB  # small, so that the wire is busy soon after backward begins
-LAST = 2  # when no more is to come than so many buckets hold, they are half as large: nothing hides the last ones
+LAST_BYTES = 18 * MIB  # the last buckets, with so much or what two hold, are smaller: nothing hides them
 LITTLE = 8  # what is less than this part of a bucket goes with the next parameter, however large that is
 ALIGN_BYTES = 64  # every gradient begins on a cache line: vector loads never straddle
 
@@ -80,13 +80,13 @@ class Bucket:
             slot.ready = slot.scaled = False
             slot.fresh = None
 
-    def seal(self, factor: float) -> None:
+    def seal(self, factor: float, *, lend_small: bool = False) -> None:
         """Make the buffer what this rank gives: every gradient times ``factor``, zeros where there is none, flags set.
 
         [Note: weight zero] A factor of zero fills with zeros instead of multiplying: a rank that gives nothing must
         not spoil the sum with its NaN.
 
-        A gradient that is lent is left where it is: its reader multiplies it.
+        A gradient that is lent is left where it is: its reader multiplies it. ``lend_small``: so may be the small ones.
         """
         self.factor = factor
         lies_outside, unscaled, unused = [], [], []
@@ -102,7 +102,7 @@ class Bucket:
                 slot.collect()
                 if not slot.scaled:
                     unscaled.append(slot)
-            else:
+            elif not (lend_small and factor != 0.0 and slot.lend()):
                 lies_outside.append((slot, grad))
         with torch.no_grad():
             if lies_outside:
@@ -196,13 +196,13 @@ def plan_buckets(
     A bucket has one dtype and one device; the buckets come in the order in which they will be full. A parameter that is
     larger than the cap has a bucket of its own, but for the little (less than an eighth of the cap) that came before:
     every bucket costs its hundred microseconds, and a bias is not worth that. Towards the end buckets are half as
-    large: what the last ones take on the wire nothing hides.
+    large, and at the very end a quarter: what the last ones take on the wire nothing hides.
 
     >>> import torch
     >>> from gradsync.bucket import plan_buckets
     >>> params = [(name, torch.nn.Parameter(torch.zeros(4))) for name in "jihgfedcba"]
     >>> plan_buckets(params, cap_bytes=64, first_cap_bytes=16)
-    [['j'], ['i', 'h', 'g', 'f'], ['e', 'd'], ['c', 'b'], ['a']]
+    [['j'], ['i', 'h'], ['g'], ['f'], ['e'], ['d'], ['c'], ['b'], ['a']]
     """
     if cap_bytes <= 0 or first_cap_bytes <= 0:
         raise ValueError(f"a bucket must hold at least one byte; got {cap_bytes=} {first_cap_bytes=}.")
@@ -214,7 +214,7 @@ def plan_buckets(
     for position, (name, param) in enumerate(params):
         kind = (param.dtype, param.device)
         num_bytes = param.numel() * param.element_size()
-        cap = cap_bytes if to_come + sizes.get(kind, 0) > LAST * cap_bytes else -(-cap_bytes // 2)
+        cap = _cap_near_the_end(cap_bytes, to_come + sizes.get(kind, 0))
         if not full:
             cap = min(cap, first_cap_bytes)
         if kind in open_buckets and sizes[kind] + num_bytes > cap and sizes[kind] * LITTLE >= cap:
@@ -226,6 +226,11 @@ def plan_buckets(
         to_come -= num_bytes
     full += [(last_ready[kind], names) for kind, names in open_buckets.items()]
     return [names for _, names in sorted(full)]
+
+
+def _cap_near_the_end(cap_bytes: int, left_bytes: int) -> int:
+    last = min(2 * cap_bytes, LAST_BYTES)
+    return -(-cap_bytes // (4 if left_bytes <= last else 2 if left_bytes <= 2 * last else 1))
 
 
 def _view_like(values: Tensor, offset: int, param: Parameter) -> Tensor:

@@ -65,8 +65,8 @@ def synchronize(
             is None, so that ``optimizer.step()`` and clipping pass over it.
         accumulation: "mean" over the backwards of a window (weighted, see ``set_weight``); "sum" multiplies by their
             number, for loops that divide the loss themselves, as they must with DDP.
-        bucket_bytes: size of a bucket, 25 MiB (with a codec 9) unless said; the last ones are half as large. Larger =>
-            fewer collectives; smaller => they start earlier.
+        bucket_bytes: size of a bucket, 25 MiB (with a codec 9) unless said; the last ones are smaller. Larger => fewer
+            collectives; smaller => they start earlier.
         first_bucket_bytes: size of the first one.
         buffers: "broadcast" rank 0's after each synchronizing backward, take their "mean", or "none".
         scaler: the ``GradScaler`` in use, if any.
