@@ -29,7 +29,7 @@ from gradsync.comm.letters import Errand
 from gradsync.comm.watch import Call, Watch
 
 HEAD = struct.Struct("<QQQ")  # before each message: the exchange's number, how long a row is, how much of it follows
-GATHERED_BYTES = 1 << 20  # that the kernel keeps before it wakes who waits for them; it takes less if it has no room
+GATHERED_BYTES = 4 << 20  # that the kernel keeps before it wakes who waits for them; it takes less if it has no room
 SENDING, RECEIVING = "sending", "receiving"
 
 
@@ -42,7 +42,7 @@ class Parcel(Errand):
         super().__init__(watch, call, parts=2)
         self._number = number
         self._tensors = tensor, out  # they are read and written by address: they must not go away
-        self._row_bytes = tensor[0].nbytes
+        self._row_bytes = out[0].nbytes
         self._used = used
 
     def message_to(self, rank: int) -> list[memoryview]:
@@ -62,7 +62,7 @@ class Parcel(Errand):
         return self._row(self._tensors[1], rank)[:used]
 
     def _row(self, whole: Tensor, rank: int) -> memoryview:
-        address = whole.data_ptr() + rank * self._row_bytes
+        address = whole.data_ptr() + rank * whole.stride(0) * whole.itemsize
         return memoryview((ctypes.c_char * self._row_bytes).from_address(address)).cast("B")
 
 
@@ -91,6 +91,7 @@ class Wires:
     def exchange(self, tensor: Tensor, out: Tensor, used: Sequence[int] | None, call: Call) -> Parcel:
         """Send row i of ``tensor`` to rank i, and fill row j of ``out`` from rank j. The own rows are left alone.
 
+        The rows of ``tensor`` may all be one (``expand``); each lies in one piece, and ``out`` as a whole.
         ``used``: how many bytes of each row are sent; None: all.
         """
         with self._lock:
