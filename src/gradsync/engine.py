@@ -262,7 +262,7 @@ class Engine:
                 self._learn_factor(block=final)
                 if backward.factor is None:
                     break
-            bucket.seal(backward.factor)
+            bucket.seal(backward.factor, lend_small=self.strategy.reads_small_gradients)
             self._same_data.taste(bucket)
             self.strategy.on_bucket_ready(bucket)
             backward.next_bucket += 1

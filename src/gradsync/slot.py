@@ -90,7 +90,7 @@ class Slot:
         is_whole = end - first == self.flat.numel()
         if not is_whole and (factor is None or first == end or grad.nbytes < STREAMED_BYTES):
             return False
-        fresh = self._as_it_lies(grad.detach())
+        fresh = self._as_it_lies(grad.detach() if grad.requires_grad else grad)
         if fresh is None:
             return False
         self.fresh = fresh
@@ -102,7 +102,7 @@ class Slot:
     def _as_it_lies(self, grad: Tensor) -> Tensor | None:
         """The gradient's values in the order of the view's, without a copy; None where they lie otherwise."""
         if self._is_plain and grad.is_contiguous():
-            return grad.view(-1)
+            return grad if grad.dim() == 1 else grad.view(-1)
         if grad.stride() != self.view.stride() or not torch.ops.aten.is_non_overlapping_and_dense(grad):
             return None
         return grad.as_strided(self.flat.shape, (1,))

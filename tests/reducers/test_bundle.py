@@ -69,3 +69,46 @@ def test_a_gradient_that_was_lent_comes_with_its_weight_and_the_loss_scale_is_ta
     assert bucket.slots[1].flat.tolist() == [2.0] * 3
     row.view(torch.float32)[0] = float("nan")
     assert bundle.take_sum([row]) == ["a"]
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3])
+def test_kernels_and_torch_give_the_same_bits(num_rows: int) -> None:
+    sizes = {"a": (5,), "b": (300,), "wide": (64, 64), "c": (7, 3)}
+    params = {name: nn.Parameter(torch.zeros(shape)) for name, shape in sizes.items()}
+    (bucket,) = BucketPlan([list(params)], [], params, Solo()).buckets
+    bucket.factor, bucket.loss_scale = 1 / 3, 7.0
+    draw = torch.Generator().manual_seed(0)
+
+    def outcome(*, compiled: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        draw.manual_seed(0)
+        bundle = Bundle(bucket, [slot for slot in bucket.slots if slot.name != "wide"], torch.float32)
+        assert bundle._movers is not None
+        if not compiled:
+            bundle._movers = None
+        rows = torch.zeros(num_rows, bundle.num_bytes, dtype=torch.uint8)
+        for row in rows:
+            bucket.flags.fill_(1.0)
+            bucket.flags[1] = 0.0
+            for slot in bucket.slots:
+                slot.flat.copy_(torch.randn(slot.flat.numel(), generator=draw))
+            bucket.slots[1].fresh = torch.randn(300, generator=draw)
+            bundle.give(row)
+            bucket.slots[1].fresh = None
+        bucket.slots[2].flat.zero_()
+        assert bundle.take_sum(list(rows)) == []
+        return rows, bucket.storage.clone()
+
+    for one, other in zip(outcome(compiled=True), outcome(compiled=False), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("spoilt", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_a_number_is_named_wherever_it_lies(spoilt: float) -> None:
+    params = {name: nn.Parameter(torch.zeros(40)) for name in "abc"}
+    (bucket,) = BucketPlan([list(params)], [], params, Solo()).buckets
+    bundle = Bundle(bucket, bucket.slots, torch.float32)
+    row = torch.zeros(bundle.num_bytes, dtype=torch.uint8)
+    bucket.slots[2].flat[39] = spoilt
+    bundle.give(row)
+    bucket.storage.zero_()
+    assert bundle.take_sum([row]) == ["c"]

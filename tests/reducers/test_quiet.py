@@ -86,7 +86,7 @@ def test_a_row_that_is_not_what_it_says_is_refused() -> None:
     packing = Packing(pieces, row.numel())
     packing.pack(row)
     row[:HEAD_BYTES].view(torch.int64).sub_(256)
-    with pytest.raises(ValueError, match="a packed row of"):
+    with pytest.raises(ValueError, match="a packed row is not what"):
         packing.unpack(row)
 
 

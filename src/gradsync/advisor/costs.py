@@ -171,7 +171,7 @@ def _rehearse(reducer: Reducer, sample: Sequence[Gradient], world_size: int, com
                 if not slot.is_small:
                     slot.bring_in(None, may_lend=reducer.reads_fresh_gradients)
                 slot.ready = True
-            bucket.seal(1.0 / world_size)
+            bucket.seal(1.0 / world_size, lend_small=reducer.reads_small_gradients)
             generator, at, start_s = reducer.reduce(bucket, stage), 0, time.perf_counter()
             for _ in generator:
                 taken[at] += time.perf_counter() - start_s

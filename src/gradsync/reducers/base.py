@@ -28,6 +28,7 @@ class Reducer(abc.ABC):
     num_stages: int = 1  # how many collectives `reduce` yields, for every bucket on every rank
     bucket_bytes: int = BUCKET_BYTES  # how large it likes its buckets, unless the user says
     reads_fresh_gradients: bool = False  # by `slot.source`: the engine need not copy them into the bucket first
+    reads_small_gradients: bool = False  # the small ones, too, which else are copied together
 
     def __init__(self) -> None:
         self.slots: dict[str, Slot] = {}

@@ -52,7 +52,7 @@ class Compressed(Reducer):
     1
     """
 
-    reads_fresh_gradients = True
+    reads_fresh_gradients = reads_small_gradients = True
     bucket_bytes = 9 * MIB  # each costs half a millisecond of Python; of codes the wire has less to do than the cores
 
     def __init__(

@@ -61,6 +61,7 @@ class AllReduce(Strategy):
         super().attach(plan, comm)
         self.reducer.attach(plan, comm)
         self.reads_fresh_gradients = self.reducer.reads_fresh_gradients and comm.world_size > 1
+        self.reads_small_gradients = self.reducer.reads_small_gradients and comm.world_size > 1
         self._watched = self.recorder.watch(comm)
 
     def close(self) -> None:

@@ -217,6 +217,10 @@ class Auto(Strategy):
         return self._inner.reads_fresh_gradients
 
     @property
+    def reads_small_gradients(self) -> bool:  # type: ignore[override]
+        return self._inner.reads_small_gradients
+
+    @property
     def recorder(self) -> Recording:
         return self._recorder
 

@@ -46,6 +46,7 @@ class Strategy(abc.ABC):
     bucket_bytes: int = BUCKET_BYTES  # how large it likes its buckets, unless the user says
     wanted_bucket_bytes: int | None = None  # once said, on all ranks after the same step, they are made this large
     reads_fresh_gradients: bool = False  # where autograd put them, by `slot.source`; else they are in the bucket
+    reads_small_gradients: bool = False  # and so the small ones
     recorder: Recording = SILENT  # whom to tell what happens when
 
     def __init__(self) -> None:

@@ -75,7 +75,7 @@ class OneBitAdam(AllReduce):
 
     def attach(self, plan: BucketPlan, comm: Communicator) -> None:
         super().attach(plan, comm)
-        self.reads_fresh_gradients = False  # momentum is made in the bucket
+        self.reads_fresh_gradients = self.reads_small_gradients = False  # momentum is made in the bucket
         for reducer in (self._plain, self._compressed):
             reducer.attach(plan, comm)
         self._group_of = {param: group for group in self._optimizer.param_groups for param in group["params"]}
