@@ -57,6 +57,7 @@ class Variant:
     title: str
     attach: Attach  # returns the module that the loop calls
     one_host_only: bool = False
+    adam: bool = False  # trains with AdamW; else with SGD
 
 
 def _compute_only(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync.Communicator) -> nn.Module:
@@ -129,6 +130,7 @@ PERIODIC = {
 # A new transport, strategy or codec to compare is one entry here.
 VARIANTS: dict[str, Variant] = {
     "compute": Variant(title="compute only", attach=_compute_only),
+    "compute_adam": Variant(title="compute only, AdamW", attach=_compute_only, adam=True),
     "ddp": Variant(title="DDP", attach=_ddp),
     "ddp_view": Variant(title="DDP, bucket views", attach=_ddp_view),
     "ddp_fp16": Variant(title="DDP, fp16 hook", attach=_ddp_fp16),
@@ -136,6 +138,7 @@ VARIANTS: dict[str, Variant] = {
     "gradsync": Variant(title="gradsync, c10d", attach=_gradsync),
     "gradsync_shm": Variant(title="gradsync, shm", attach=_gradsync_shm, one_host_only=True),
     **{name: Variant(title=text, attach=_strategy(text)) for name, text in {**LOSSY, **PERIODIC}.items()},
+    "onebit_adam": Variant(title="onebit_adam, warmed up", attach=_strategy("onebit_adam(warmup_steps=2)"), adam=True),
 }
 
 
@@ -150,7 +153,8 @@ def make_step(variant: Variant, comm: gradsync.Communicator, *, seed: int) -> Ca
     """Build a variant's own model from the seed, and give one whole training step of it."""
     torch.manual_seed(seed)
     model = Transformer()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    params = model.parameters()
+    optimizer = torch.optim.AdamW(params, lr=1e-4) if variant.adam else torch.optim.SGD(params, lr=0.01)
     module = variant.attach(model, optimizer, comm)
     data = torch.Generator().manual_seed(seed + 1 + comm.rank)
     return step_of(module, optimizer, torch.randint(VOCABULARY, (BATCH, TOKENS + 1), generator=data))

@@ -130,10 +130,9 @@ class Bucket:
             slot.scaled, slot.param.grad = True, slot.view
 
     def release(self) -> None:
-        """What was lent has been read: autograd may have its memory back. ``.grad`` is the view, and empty as yet."""
+        """All that was lent has been read. ``.grad`` is empty as yet."""
         for slot in self.slots:
-            if slot.fresh is not None:
-                slot.fresh, slot.param.grad = None, slot.view
+            slot.release()
 
     def checksum(self) -> float:
         """A sum of all that this rank gives."""

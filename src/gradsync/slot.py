@@ -117,6 +117,11 @@ class Slot:
         """Bring what was lent into the bucket after all."""
         if self.fresh is not None:
             torch.mul(self.fresh, self.bucket.factor, out=self.flat)
+            self.release()
+
+    def release(self) -> None:
+        """What was lent, if anything, has been read: autograd may have its memory back. ``.grad`` is the view."""
+        if self.fresh is not None:
             self.fresh, self.param.grad = None, self.view
 
     @property

@@ -139,3 +139,38 @@ def test_what_it_can_not_do_it_says(make: Any, said: str) -> None:
         gradsync.synchronize(model, make(model.parameters()), "onebit_adam")
     with pytest.raises(ValueError, match="no variance to freeze"):
         OneBitAdam(warmup_steps=0)
+
+
+def test_kernels_and_torch_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained() -> list[Tensor]:
+        def run(comm: Communicator) -> list[Tensor]:
+            model = build().float()
+            optimizer = adamw(model)
+            with gradsync.synchronize(model, optimizer, OneBitAdam(warmup_steps=2), comm=comm):
+                for step in range(6):
+                    optimizer.zero_grad()
+                    x = torch.randn(8, 50, generator=torch.Generator().manual_seed(100 * step + comm.rank))
+                    (model(x) - x).square().mean().backward()
+                    optimizer.step()
+            averages = [optimizer.state[param]["exp_avg"] for param in model.parameters()]
+            return [*(param.detach() for param in model.parameters()), *averages]
+
+        first, second = run_ranks(2, run)
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        return first
+
+    compiled = trained()
+    monkeypatch.setattr("gradsync.strategies.onebit_adam.COMPILED_DTYPES", ())
+    for ours, torchs in zip(compiled, trained(), strict=True):
+        torch.testing.assert_close(ours, torchs, rtol=1e-4, atol=1e-6)
+
+
+def test_a_weight_that_a_kernel_has_changed_is_known_as_changed() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = adamw(model)
+    with gradsync.synchronize(model, optimizer, OneBitAdam(warmup_steps=1)):
+        for _ in range(3):
+            before = model.weight._version
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            assert model.weight._version > before

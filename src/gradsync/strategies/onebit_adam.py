@@ -15,11 +15,13 @@ from torch import Tensor
 
 from gradsync import spec
 from gradsync.bucket import Bucket, BucketPlan
+from gradsync.codecs.base import COMPILED_DTYPES
 from gradsync.comm.base import Communicator
 from gradsync.header import Header
 from gradsync.reducers.allreduce import Plain
 from gradsync.reducers.compressed import Compressed
 from gradsync.reducers.rules import CodecRule
+from gradsync.slot import Slot
 from gradsync.strategies.allreduce import AllReduce
 from gradsync.strategies.base import Verdict
 from gradsync.training import Training
@@ -75,7 +77,6 @@ class OneBitAdam(AllReduce):
 
     def attach(self, plan: BucketPlan, comm: Communicator) -> None:
         super().attach(plan, comm)
-        self.reads_fresh_gradients = self.reads_small_gradients = False  # momentum is made in the bucket
         for reducer in (self._plain, self._compressed):
             reducer.attach(plan, comm)
         self._group_of = {param: group for group in self._optimizer.param_groups for param in group["params"]}
@@ -83,6 +84,7 @@ class OneBitAdam(AllReduce):
     def open(self, header: Header) -> None:
         self._frozen = header.step >= self.warmup_steps
         self.reducer = self._compressed if self._frozen else self._plain
+        self.reads_fresh_gradients = self.reads_small_gradients = self._frozen  # momentum is made of them on their way
         super().open(header)
 
     def on_bucket_ready(self, bucket: Bucket) -> None:
@@ -90,10 +92,20 @@ class OneBitAdam(AllReduce):
             for slot in bucket.slots:
                 state = self._optimizer.state.get(slot.param)
                 if state:
-                    beta = self._group_of[slot.param]["betas"][0]
-                    share = bucket.factor * bucket.loss_scale
-                    slot.view.mul_(1 - beta).add_(state["exp_avg"], alpha=beta * share)
+                    self._make_momentum(slot, state["exp_avg"], self._group_of[slot.param]["betas"][0])
         super().on_bucket_ready(bucket)
+
+    def _make_momentum(self, slot: Slot, average: Tensor, beta: float) -> None:
+        """Have this rank's share of the momentum in the bucket: the old mean's, and of its own gradient."""
+        alpha = beta * slot.bucket.factor * slot.bucket.loss_scale
+        if _is_compiled_for(slot.view, average):
+            from gradsync.strategies.onebit_kernels import blend  # Numba takes a second to import
+
+            blend(slot.flat, slot.source, average, gain=slot.source_gain, keep=1 - beta, alpha=alpha)
+            slot.release()
+        else:
+            slot.recall()
+            slot.view.mul_(1 - beta).add_(average, alpha=alpha)
 
     def before_step(self, step: int) -> Verdict:
         if not self._frozen:
@@ -113,12 +125,19 @@ class OneBitAdam(AllReduce):
             )
         beta1, beta2 = group["betas"]
         settled = self._settled.setdefault(name, float(state["step"]))  # steps that its variance has seen
-        state["exp_avg"].copy_(momentum)
+        average, variance = state["exp_avg"], state["exp_avg_sq"]
         state["step"] += 1
-        rate = float(group["lr"])
-        root = (state["exp_avg_sq"] / (1 - beta2**settled)).sqrt_().add_(group["eps"])
-        param.mul_(1 - rate * group["weight_decay"])
-        param.addcdiv_(state["exp_avg"], root, value=-rate / (1 - beta1 ** float(state["step"])))
+        rate, eps, correction = float(group["lr"]), group["eps"], 1 - beta2**settled
+        decay = 1 - rate * group["weight_decay"]
+        rate = -rate / (1 - beta1 ** float(state["step"]))
+        if _is_compiled_for(param, momentum, average, variance):
+            from gradsync.strategies.onebit_kernels import step
+
+            step(param, momentum, average, variance, correction=correction, eps=eps, decay=decay, rate=rate)
+            torch.autograd.graph.increment_version((param, average))
+        else:
+            average.copy_(momentum)
+            param.mul_(decay).addcdiv_(average, (variance / correction).sqrt_().add_(eps), value=rate)
 
     def state_dict(self) -> dict[str, Any]:
         return {"reducer": self._compressed.state_dict(), "settled": dict(self._settled)}
@@ -130,3 +149,8 @@ class OneBitAdam(AllReduce):
     def redistribute(self, states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
         own = self._compressed.redistribute([state["reducer"] for state in states], rank, world_size)
         return {"reducer": own, "settled": states[0]["settled"]}
+
+
+def _is_compiled_for(*tensors: Tensor) -> bool:
+    """Whether kernels can take these: values that lie in one order, and in the dtype that kernels are compiled for."""
+    return all(tensor.is_cpu and tensor.dtype in COMPILED_DTYPES and tensor.is_contiguous() for tensor in tensors)
