@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import gradsync
-from gradsync.comm import c10d, doors, wires
+from gradsync.comm import c10d, doors, parcels
 from gradsync.comm.c10d import C10d
 from gradsync.comm.watch import Call, Watch
 from tests.ranks import run_processes
@@ -78,8 +78,8 @@ def test_of_a_row_only_what_is_used_is_sent() -> None:
     size = 8 * MIB
     assert first[0] == [1.0, 2.0, 3.0, 4.0, -1.0, -1.0]  # 16 bytes of rank 1's row for rank 0
     assert second[0] == [size, size + 1.0, size + 2.0, -1.0, -1.0, -1.0]
-    assert first[1] == 16 + wires.HEAD.size
-    assert second[1] == 12 + wires.HEAD.size
+    assert first[1] == 16 + parcels.HEAD.size
+    assert second[1] == 12 + parcels.HEAD.size
 
 
 def start_without_a_reader() -> float:
@@ -101,6 +101,30 @@ def start_without_a_reader() -> float:
 def test_starting_never_waits_for_the_peer() -> None:
     first, _ = run_processes(2, start_without_a_reader)
     assert first < 0.8  # the other comes a second later
+
+
+def take_no_notice(first_waits: bool) -> float:
+    """How long rank 1 waits for an exchange that rank 0 has begun, and does not ask for until much later."""
+    comm = connected()
+    small = torch.zeros(2, 8)
+    comm.all_to_all(small, out=torch.zeros(2, 8)).wait()
+    rows, out = torch.ones(2, 32 * MIB), torch.zeros(2, 32 * MIB)  # far more than the kernel keeps
+    start_s = time.monotonic()
+    little = comm.all_to_all(small, out=torch.zeros(2, 8))
+    work = comm.all_to_all(rows, out=out)
+    if first_waits:
+        little.wait()
+    if comm.rank == 0:
+        time.sleep(4.0)
+    work.wait()
+    assert bool((out == 1.0).all())
+    return time.monotonic() - start_s
+
+
+@pytest.mark.parametrize("first_waits", [False, True])
+def test_what_nobody_asks_for_comes_in_all_the_same(first_waits: bool) -> None:
+    _, second = run_processes(2, take_no_notice, first_waits)
+    assert second < 3.5
 
 
 def disagree() -> str:

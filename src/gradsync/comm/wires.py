@@ -2,68 +2,29 @@
 
 [Note: why not Gloo's] Its loop thread spins while another thread of the process holds a connection, as one that sends
 does, and each of its messages needs a thread that blocks for it (see letters.py). Next to a backward that needs the
-core itself, that was a tenth of a step. Here who calls hands the kernel what it takes at once, and two threads for all
-peers do the rest; they block in the kernel, without Python's lock, until a message is through.
+core itself, that was a tenth of a step. Here who calls hands the kernel what it takes at once, and a thread for all
+peers does the rest; it blocks in the kernel, without Python's lock. How messages come in: see inbox.py.
 
 [Note: one order] Messages between two ranks are only told apart by their order. All ranks start the same exchanges in
-the same order, and serve their peers in one order in each: to rank + 1 first, then rank + 2; from rank - 1 first. So
-what one end sends next is always what the other reads next, and nobody waits in a circle.
+the same order, and serve their peers in one order in each: to rank + 1 first, then rank + 2. So nobody waits in a
+circle.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import queue
-import select
 import socket
-import struct
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from gradsync.comm.letters import Errand
+from gradsync.comm.inbox import Inbox, Line
+from gradsync.comm.parcels import Parcel
 from gradsync.comm.watch import Call, Watch
-
-HEAD = struct.Struct("<QQQ")  # before each message: the exchange's number, how long a row is, how much of it follows
-GATHERED_BYTES = 4 << 20  # that the kernel keeps before it wakes who waits for them; it takes less if it has no room
-SENDING, RECEIVING = "sending", "receiving"
-
-
-class Parcel(Errand):
-    """One exchange: what goes to each of the others, and the room for what comes from them."""
-
-    def __init__(
-        self, number: int, tensor: Tensor, out: Tensor, used: Sequence[int] | None, watch: Watch, call: Call
-    ) -> None:
-        super().__init__(watch, call, parts=2)
-        self._number = number
-        self._tensors = tensor, out  # they are read and written by address: they must not go away
-        self._row_bytes = out[0].nbytes
-        self._used = used
-
-    def message_to(self, rank: int) -> list[memoryview]:
-        """A head and what follows it."""
-        used = self._row_bytes if self._used is None else self._used[rank]
-        head = HEAD.pack(self._number, self._row_bytes, used)
-        return [memoryview(head), self._row(self._tensors[0], rank)[:used]]
-
-    def room_for(self, rank: int, head: bytearray) -> memoryview:
-        """Where to put what a rank sends, if that is what its head says it should be."""
-        number, row_bytes, used = HEAD.unpack(head)
-        if (number, row_bytes) != (self._number, self._row_bytes) or used > row_bytes:
-            raise ConnectionError(
-                f"rank {rank} sends a row of {row_bytes:,} bytes in its exchange {number}; "
-                f"here it is exchange {self._number}, with rows of {self._row_bytes:,} bytes"
-            )
-        return self._row(self._tensors[1], rank)[:used]
-
-    def _row(self, whole: Tensor, rank: int) -> memoryview:
-        address = whole.data_ptr() + rank * whole.stride(0) * whole.itemsize
-        return memoryview((ctypes.c_char * self._row_bytes).from_address(address)).cast("B")
 
 
 class Wires:
@@ -75,17 +36,15 @@ class Wires:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         n = len(connections) + 1
         self._to = [(peer, connections[peer]) for peer in ((rank + step) % n for step in range(1, n))]
-        self._from = self._to[::-1]
         self._watch = watch
         self._number = 0
         self._lock = threading.Lock()
         self._unsent = 0  # exchanges that the sending thread has to see to
         self._outgoing: queue.SimpleQueue[tuple[Parcel, Iterator[None]] | None] = queue.SimpleQueue()
-        self._incoming: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
         self._error = ""
-        self._threads = 2
-        for target in (self._send, self._receive):
-            threading.Thread(target=target, name=f"gradsync-wires{target.__name__}", daemon=True).start()
+        self._threads = 2  # that use the connections
+        self._inbox = Inbox([Line(*peer) for peer in self._to], self._fail_to_receive, self._leave)
+        threading.Thread(target=self._send, name="gradsync-wires", daemon=True).start()
         _open.add(self)
 
     def exchange(self, tensor: Tensor, out: Tensor, used: Sequence[int] | None, call: Call) -> Parcel:
@@ -96,11 +55,12 @@ class Wires:
         """
         with self._lock:
             self._number += 1
-            parcel = Parcel(self._number, tensor, out, used, self._watch, call)
+            peers, inbox, watch = len(self._to), self._inbox, self._watch
+            parcel = Parcel(self._number, tensor, out, used, num_peers=peers, reader=inbox, watch=watch, call=call)
             if self._error:
                 parcel.fail(self._error)
                 return parcel
-            self._incoming.put(parcel)
+            inbox.expect(parcel)
             sending = self._sent_parts(parcel)
             if self._unsent or not self._sent_at_once(parcel, sending):
                 self._unsent += 1
@@ -113,16 +73,18 @@ class Wires:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)  # wakes the threads
         self._outgoing.put(None)
-        self._incoming.put(None)
+        self._inbox.close()
         _open.discard(self)
 
     def _leave(self) -> None:
         """Said by each thread at its end; the last one closes the connections."""
         with self._lock:
             self._threads -= 1
-            if not self._threads:
-                for _, connection in self._to:
-                    connection.close()
+            if self._threads:
+                return
+        with self._inbox.reading:  # who waits for something sees that they are shut down, and goes
+            for _, connection in self._to:
+                connection.close()
 
     # -- sending --------------------------------------------------------------------------------------------------
 
@@ -148,7 +110,7 @@ class Wires:
             for _ in sending:
                 return False
         except OSError as error:
-            self._fail(parcel, SENDING, error)
+            self._fail_to_send(parcel, error)
         parcel.ended()
         return True
 
@@ -161,55 +123,21 @@ class Wires:
                 for _ in sending:
                     pass
             except OSError as error:
-                self._fail(parcel, SENDING, error)
+                self._fail_to_send(parcel, error)
             parcel.ended()
             with self._lock:
                 self._unsent -= 1
         self._leave()
 
-    # -- receiving ------------------------------------------------------------------------------------------------
+    # -- what goes wrong: nothing can follow, as nobody knows any more how far the others have come -----------------
 
-    def _receive(self) -> None:
-        while (parcel := self._incoming.get()) is not None:
-            try:
-                if self._error:
-                    raise ConnectionError(self._error)
-                for peer, connection in self._from:
-                    self._receive_from(peer, connection, parcel)
-            except OSError as error:
-                self._fail(parcel, RECEIVING, error)
-            parcel.ended()
-        self._leave()
-
-    def _receive_from(self, peer: int, connection: socket.socket, parcel: Parcel) -> None:
-        head = bytearray(HEAD.size)
-        _fill(connection, memoryview(head))
-        _fill(connection, parcel.room_for(peer, head))
-
-    def _fail(self, parcel: Parcel, what: str, error: OSError) -> None:
-        """Nothing can follow: nobody knows any more how far the others have come."""
-        self._error = self._error or f"{what} failed: {error}"
+    def _fail_to_send(self, parcel: Parcel, error: OSError) -> None:
+        self._error = self._error or f"sending failed: {error}"
         parcel.fail(self._error)
 
-
-def _fill(connection: socket.socket, room: memoryview) -> None:
-    """Block until all the room is filled, and wake up as seldom as can be. No timeout: close() ends it.
-
-    Whenever a thread wakes up, what the backward on this core had in its caches goes. So the kernel is told to gather
-    much first: with a wake-up for each packet, a step at 1 Gbit/s took a twentieth longer.
-    """
-    poll = select.poll()
-    poll.register(connection, select.POLLIN)
-    while len(room):
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(len(room), GATHERED_BYTES))
-        poll.poll()
-        try:
-            got = connection.recv_into(room, len(room), socket.MSG_DONTWAIT)
-        except BlockingIOError:  # a poll may be wrong
-            continue
-        if not got:
-            raise ConnectionError("the other end is closed")
-        room = room[got:]
+    def _fail_to_receive(self, error: OSError) -> str:
+        self._error = self._error or f"receiving failed: {error}"
+        return self._error
 
 
 _open: weakref.WeakSet[Wires] = weakref.WeakSet()
