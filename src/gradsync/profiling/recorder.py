@@ -28,6 +28,7 @@ log = logging.getLogger("gradsync")
 KEEP_STEPS = 256  # more => longer means, more memory: about 10 KB a step of 20 buckets
 WARM_UP_STEPS = 2  # buckets are laid out anew after the first; neither it nor the next is like the others
 SEEN_NS = 20_000  # a wait longer than this was one
+ASK_NS = 1_000_000  # how often collectives are asked whether they are over, at the most: to ask may be to read them
 
 Listener = Callable[[StepRecord], None]
 Sink = Callable[[RawStep], None]
@@ -67,6 +68,7 @@ class Recorder(Recording):
         self._stop_after: tuple[int, type[BaseException]] | None = None
         self._beside = 0  # the thread that reduces beside the one that trains
         self._pending: deque[tuple[Work, Op]] = deque()  # collectives that can be asked for free whether they are over
+        self._asked = 0  # when they were
         self._reset(self.now())
         self._last_words = NOTHING_TOLD
 
@@ -89,6 +91,9 @@ class Recorder(Recording):
         if self.detailed and name:
             raw.gradients.append((name, entered))
         pending = self._pending
+        if left - self._asked < ASK_NS:
+            return
+        self._asked = left
         while pending and pending[0][0].done():
             op = pending.popleft()[1]
             op.done = op.done or left

@@ -20,6 +20,7 @@ from gradsync.codecs.kernels.moves import (
     add,
     fill,
     inlined,
+    is_nothing,
     largest_bits,
     load,
     load_and_look,
@@ -111,6 +112,8 @@ def _passes(
         # A line that was just read is at hand: only a residual that goes elsewhere is better written past the cache.
         after_past_cache = after != before and streamable(after, block * item)
         out_past_cache = out != x and streamable(out, block * item)
+        # What is left of a quiet block, and is where it is to be, need not even be read: see [Note: patience].
+        stays = before != 0 and after == before and levels >= PATIENT_LEVELS and num_received == 0 and out == 0
         num_blocks = (count + block - 1) // block
         if num_blocks * item < codes:
             put(pointer(payload + codes - 4, np.int32), 0, np.int32(0))
@@ -119,6 +122,10 @@ def _passes(
             first = index * block
             size, at = min(block, count - first), first * item
             words = pointer(payload + codes + index * words_a_block, np.int32)
+            if stays and is_nothing(pointer(x + at, kind), size, factor):
+                put(pointer(payload, kind), index, kind(0))
+                fill(words, np.int32(0), words_of(size, bits))
+                continue
             quiet, looked = False, magnitude_bits(factor)
             if before != 0 and levels >= PATIENT_LEVELS:
                 seen, looked = load_and_look(values, pointer(x + at, kind), pointer(before + at, kind), size, factor)

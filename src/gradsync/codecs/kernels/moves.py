@@ -43,6 +43,19 @@ def load_and_look(values: Any, x: Any, others: Any, count: int, gain: Any) -> An
 
 
 @inlined
+def is_nothing(x: Any, count: int, gain: Any) -> Any:
+    """Whether all of x is 0. Of most blocks the first values tell."""
+    seen = magnitude_bits(get(x, 0) * gain)
+    for i in range(min(count, 8)):
+        seen = either(seen, magnitude_bits(get(x, i) * gain))
+    if seen != 0:
+        return False
+    for i in range(count):
+        seen = either(seen, magnitude_bits(get(x, i) * gain))
+    return seen == 0
+
+
+@inlined
 def add(out: Any, values: Any, count: int) -> None:
     """Add scratch to memory."""
     for i in range(count):
