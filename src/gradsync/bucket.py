@@ -104,20 +104,26 @@ class Bucket:
                     unscaled.append(slot)
             elif not (lend_small and factor != 0.0 and slot.lend()):
                 lies_outside.append((slot, grad))
-        with torch.no_grad():
-            if lies_outside:
-                self._bring_in(lies_outside, factor)
-            if factor == 0.0:
-                self.buffer.zero_()
-            elif factor != 1.0 and len(unscaled) == len(self.slots):
-                self.buffer.mul_(factor)
-            elif factor != 1.0:
-                for slot in unscaled:
-                    slot.view.mul_(factor)
-            self.flags.fill_(1.0)
-            for slot in unused:
-                slot.view.zero_()  # it still holds the last mean
-                self.flags[slot.index] = 0.0
+        self.flags.fill_(1.0)
+        if lies_outside or unscaled or unused or factor == 0.0:  # else all of it is lent, or scaled already
+            with torch.no_grad():
+                self._complete(factor, lies_outside, unscaled, unused)
+
+    def _complete(
+        self, factor: float, outside: Sequence[tuple[Slot, Tensor]], unscaled: Sequence[Slot], unused: Sequence[Slot]
+    ) -> None:
+        if outside:
+            self._bring_in(outside, factor)
+        if factor == 0.0:
+            self.buffer.zero_()
+        elif factor != 1.0 and len(unscaled) == len(self.slots):
+            self.buffer.mul_(factor)
+        elif factor != 1.0:
+            for slot in unscaled:
+                slot.view.mul_(factor)
+        for slot in unused:
+            slot.view.zero_()  # it still holds the last mean
+            self.flags[slot.index] = 0.0
 
     @staticmethod
     def _bring_in(outside: Sequence[tuple[Slot, Tensor]], factor: float) -> None:

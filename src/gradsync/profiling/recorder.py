@@ -28,7 +28,7 @@ log = logging.getLogger("gradsync")
 KEEP_STEPS = 256  # more => longer means, more memory: about 10 KB a step of 20 buckets
 WARM_UP_STEPS = 2  # buckets are laid out anew after the first; neither it nor the next is like the others
 SEEN_NS = 20_000  # a wait longer than this was one
-ASK_NS = 1_000_000  # how often collectives are asked whether they are over, at the most: to ask may be to read them
+ASK_NS = 3_000_000  # how often collectives are asked whether they are over, at the most: to ask may be to read them
 
 Listener = Callable[[StepRecord], None]
 Sink = Callable[[RawStep], None]
