@@ -16,7 +16,7 @@ from gradsync.slot import AnySlot, Slot, SparseSlot, real_dtype
 MIB = 1 << 20
 BUCKET_BYTES = 25 * MIB  # larger => fewer, longer collectives; smaller => they start earlier in backward
 FIRST_BUCKET_BYTES = 1 * MIB  # small, so that the wire is busy soon after backward begins
-LAST_BYTES = 18 * MIB  # the last buckets, with so much or what two hold, are smaller: nothing hides them
+LAST_BYTES = 18 * MIB  # that come last, or what two buckets hold, go in quarters of one; as much before in halves
 LITTLE = 8  # what is less than this part of a bucket goes with the next parameter, however large that is
 ALIGN_BYTES = 64  # every gradient begins on a cache line: vector loads never straddle
 

@@ -109,8 +109,8 @@ class C10d(Communicator):
     def all_gather(self, tensor: Tensor, *, out: Tensor) -> Work:
         check_rows(out, tensor, self.world_size, ("out", "tensor"))
         if tensor.is_cpu and self._wires is not None:  # on all ranks alike: they have met in an earlier collective
-            everyones = tensor.expand(self.world_size, *tensor.shape)
-            return self._exchange("all_gather", everyones, out, own=True, used=None)
+            rows = tensor.expand(out.shape)  # the same for everyone
+            return self._exchange("all_gather", rows, out, own=True, used=None)
         flat, given = out.view(-1), tensor.view(-1)
         return self._start("all_gather", tensor, lambda g: dist.all_gather_single(flat, given, group=g, async_op=True))
 
@@ -133,7 +133,7 @@ class C10d(Communicator):
         return self._exchange("all_to_all", tensor, out, own=own, used=used)
 
     def _exchange(self, what: str, tensor: Tensor, out: Tensor, *, own: bool, used: Sequence[int] | None) -> Work:
-        """All to all over connections of our own: see wires.py.
+        """Give row i to rank i, over connections of our own: see wires.py.
 
         (Gloo's all-to-all runs two at a time, and sends nothing of the next before all of an earlier one is there: with
         several buckets under way at 100 Mbit/s it took a quarter longer.)

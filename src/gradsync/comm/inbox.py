@@ -100,9 +100,9 @@ class Inbox:
                 self._unattended.clear()
                 self._read()
                 while parcel.is_awaited:
-                    self._polling(None).poll(LOOK_S * 1e3)
+                    if not self._polling(None).poll(LOOK_S * 1e3):
+                        parcel.check()
                     self._read()
-                    parcel.check()
             finally:
                 self.reading.release()
 
