@@ -37,15 +37,20 @@ def train(
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(200, 200) for _ in range(6)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    gradsync.synchronize(model, optimizer, strategy, bucket_bytes=200_000, first_bucket_bytes=100_000)
+    sync = gradsync.synchronize(model, optimizer, strategy, bucket_bytes=200_000, first_bucket_bytes=100_000)
     x = torch.randn(8, 200)
+
+    def strike_in_mid_step(grad: torch.Tensor) -> None:
+        sync._engine.strategy.round(block=True)  # all ranks have begun this step: none may still be at the last one
+        strike(how)
+
     last_s = time.monotonic()
     try:
         for step in range(strike_step + 5):
             last_s = time.monotonic()
             if comm.rank == rank_to_strike and step == strike_step:
                 # In mid-step: some buckets are on their way, the others will never be.
-                model[2].weight.register_hook(lambda grad: strike(how))
+                model[2].weight.register_hook(strike_in_mid_step)
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
