@@ -109,8 +109,7 @@ class C10d(Communicator):
     def all_gather(self, tensor: Tensor, *, out: Tensor) -> Work:
         check_rows(out, tensor, self.world_size, ("out", "tensor"))
         if tensor.is_cpu and self._wires is not None:  # on all ranks alike: they have met in an earlier collective
-            rows = tensor.expand(out.shape)  # the same for everyone
-            return self._exchange("all_gather", rows, out, own=True, used=None)
+            return self._exchange("all_gather", tensor.expand(out.shape), out, own=True, used=None)
         flat, given = out.view(-1), tensor.view(-1)
         return self._start("all_gather", tensor, lambda g: dist.all_gather_single(flat, given, group=g, async_op=True))
 

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 
 from gradsync.codecs.kernels.lanes import get, pointer, put
+from gradsync.codecs.kernels.moves import fill, inlined
 from gradsync.compiled import numba, quick
 
 WORD = 8
 FIELDS = 5  # of a piece with blocks: where its scales are, how many, the size of one, where its blocks are, their size
-
-inlined = numba.njit(nogil=True, inline="always")
 
 
 @inlined
@@ -32,13 +31,6 @@ def _move(to: int, start: int, num_bytes: int) -> None:
     there, here = pointer(to, np.int64), pointer(start, np.int64)
     for i in range(num_bytes // WORD):
         put(there, i, get(here, i))
-
-
-@inlined
-def _clear(to: int, num_bytes: int) -> None:
-    there = pointer(to, np.int64)
-    for i in range(num_bytes // WORD):
-        put(there, i, 0)
 
 
 @numba.njit("i8(i8, i8, i8, i8, i8)", nogil=True, cache=True)
@@ -86,7 +78,7 @@ def _unpack(row: int, row_bytes: int, pieces: int, num_pieces: int, room: int) -
         taken += start - done
         for block in range(count):
             if _is_quiet(scales, block, item):
-                _clear(row + start + block * size, size)
+                fill(pointer(row + start + block * size, np.int64), 0, size // WORD)
                 continue
             if taken + size > length:
                 return False
