@@ -1,13 +1,13 @@
-"""Does the adviser know? Its predictions, from one unthrottled run and the measured links, against measured steps.
+"""How accurate is the advisor? Its predictions, from one unthrottled run and the measured links, and measured steps.
 
     python benchmarks/bench_advisor.py --links 100mbit,1gbit,10gbit
 
 Two workers of one thread, in a lab, train the transformer of bench_step (16.9 M parameters, 68 MB of gradients), or the
 model of bench_convergence (`--task char_lm`). First, steps of exact training are recorded on an unlimited link. Then
-each link is measured by some collectives, which takes two seconds, and every choice is timed on it. From the first two
-come the predictions. With `--links ""` the ranks are on one host, over shared memory: what does the adviser say there?
+each link is measured by some collectives, which takes two seconds, and every choice is timed on it. The predictions are
+made from the recorded steps and the measured links. With `--links ""` the ranks are on one host, over shared memory.
 
-A run that takes too long for one sitting can be done in parts: `--save part.json` each, then `--merge part.json ...`.
+A long run can be split into parts: `--save part.json` for each, then `--merge part.json ...`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ sys.path.insert(0, str(PROJECT))  # so that it also runs as a file, from anywher
 
 from rich.table import Table  # noqa: E402
 
-from benchmarks.advisor_worker import UNLIMITED  # noqa: E402
-from benchmarks.reporting import RESULTS, Reporting  # noqa: E402
-from benchmarks.workers import run_in_lab, run_on_this_host  # noqa: E402
+from benchmarks.support.launch import run_in_lab, run_on_this_host  # noqa: E402
+from benchmarks.support.reporting import RESULTS, Reporting  # noqa: E402
+from benchmarks.workers.advisor import UNLIMITED  # noqa: E402
 from gradsync.advisor import Choice, Cost, Costs, Measurement, Network, advise, calibrate, predict  # noqa: E402
-from gradsync.lab import LabError  # noqa: E402
+from gradsync.testing import LabError  # noqa: E402
 
 WORKERS = 2
 WITHIN = 0.10  # a prediction counts as right within this of the measured step
@@ -56,11 +56,11 @@ TASKS = {
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the workers; block until they have ended; give what rank 0 wrote."""
+    """Run the workers, block until they have ended, and return what rank 0 wrote."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "measured.json"
         task = "char_lm" if options.task == "char_lm" else "transformer"
-        command = [*options.under, sys.executable, "-m", "benchmarks.advisor_worker", "--task", task]
+        command = [*options.under, sys.executable, "-m", "benchmarks.workers.advisor", "--task", task]
         command += ["--links", options.links, "--choices", json.dumps(TASKS[options.task])]
         command += ["--rounds", str(options.rounds), "--steps", str(options.steps)]
         command += ["--seconds", str(options.seconds), "--out", str(out)]
@@ -97,7 +97,7 @@ def _median(values: Sequence[Any]) -> Any:
 
 
 def predictions(part: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """For each link and choice the predicted seconds of a step, from one part's own recording."""
+    """The predicted seconds of a step for each link and choice, from one part's own recorded steps."""
     measurement, costs = Measurement.from_dict(part["measurement"]), median_costs(part["costs"])
     compute = calibrate(measurement, median_network(part["networks"][UNLIMITED]), costs)
     found: dict[str, dict[str, float]] = {}
@@ -111,7 +111,7 @@ def predictions(part: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def compare(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each link and choice: what was measured, what was predicted, and by how much it is off."""
+    """A row for each link and choice: the measured step, the predicted step, and the error."""
     predicted = [predictions(part) for part in parts]
     rows = []
     for link in dict.fromkeys(link for part in parts for link in part["step_s"]):
@@ -137,7 +137,7 @@ def compare(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def picks(parts: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For each link what the adviser picks among all that was timed, against what measured best, by time to a loss."""
+    """For each link the advisor's pick among the timed choices, and the measured best, by time to a loss."""
     found = []
     part = parts[-1]
     measurement, costs = Measurement.from_dict(part["measurement"]), median_costs(part["costs"])
@@ -170,7 +170,7 @@ def picks(parts: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]])
 
 
 def same_host(parts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the adviser says of ranks on one host."""
+    """The advisor's sentence for ranks on one host."""
     found = []
     for part in parts:
         if not part["step_s"]:
@@ -183,7 +183,7 @@ def same_host(parts: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def tables(rows: Sequence[Mapping[str, Any]], chosen: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """Lay it out for a reader."""
+    """The tables of predictions and picks."""
     right = sum(row["right"] for row in rows)
     steps = Table(title=f"Predicted and measured: {right} of {len(rows)} within {WITHIN:.0%}")
     for column in ("link", "choice"):
@@ -199,7 +199,7 @@ def tables(rows: Sequence[Mapping[str, Any]], chosen: Sequence[Mapping[str, Any]
             f"{row['predicted_s'] * 1e3:.0f}",
             f"{row['error']:+.1%}{mark}",
         )
-    taken = Table(title="The adviser's pick")
+    taken = Table(title="The advisor's pick")
     for column in ("link", "of", "pick", "measured best, by time to a loss", "slower than it"):
         taken.add_column(column)
     for pick in chosen:
@@ -210,13 +210,13 @@ def tables(rows: Sequence[Mapping[str, Any]], chosen: Sequence[Mapping[str, Any]
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="The adviser's predictions against measured steps.")
+    parser = argparse.ArgumentParser(description="The advisor's predictions against measured steps.")
     parser.add_argument("--links", default="100mbit,1gbit,10gbit", help="rates; none: two ranks on one host")
     parser.add_argument("--task", choices=sorted(TASKS), default="transformer", help="what is trained, and by what")
     parser.add_argument("--rounds", type=int, default=3, help="of all links and choices, in turn (default: 3)")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a choice in a round (default: 3)")
-    parser.add_argument("--seconds", type=float, default=600.0, help="start no round after so long (default: 600)")
-    parser.add_argument("--timeout-s", type=float, default=1800.0, help="end all after so long (default: 1800)")
+    parser.add_argument("--seconds", type=float, default=600.0, help="start no round after this time (default: 600)")
+    parser.add_argument("--timeout-s", type=float, default=1800.0, help="end all after this time (default: 1800)")
     parser.add_argument("--under", type=shlex.split, default="", help='put before every worker, such as "nice -n -5"')
     parser.add_argument("--save", type=Path, help="only write what was measured here, for --merge")
     parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing: files that --save wrote")

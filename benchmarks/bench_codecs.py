@@ -3,8 +3,8 @@
     python benchmarks/bench_codecs.py
 
 One thread, float32, error feedback included: encode reads the values and the residual, and writes the payload and the
-new residual; decode writes the values. In each round all take their turn, in an order that rotates, so that whatever
-else the machine does falls on all alike. Speeds are the size of the values over the time, however few bytes are sent.
+new residual; decode writes the values. Every round times all of them, in a rotating order, so that other load on the
+machine affects all alike. Speeds are the size of the values over the time, however few bytes are sent.
 "both" is the size over encode and decode together. Compare speeds only within one run; "memcpy" copies as many bytes.
 """
 
@@ -27,9 +27,9 @@ from rich import box  # noqa: E402
 from rich.table import Table  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from benchmarks.paired import paired_ratio  # noqa: E402
-from benchmarks.reporting import Reporting, add_saving  # noqa: E402
-from benchmarks.sizes import parse_size  # noqa: E402
+from benchmarks.support.paired import paired_ratio  # noqa: E402
+from benchmarks.support.reporting import Reporting, add_saving  # noqa: E402
+from benchmarks.support.sizes import parse_size  # noqa: E402
 from gradsync import spec  # noqa: E402
 from gradsync.codecs import Codec, Payload, Residual  # noqa: E402
 
@@ -47,7 +47,7 @@ CODECS = (
 )
 MODES = ("ours", "eager", "compile")
 
-# What a codec is in plain torch: encode gives the parts of a payload and the new residual, decode the values.
+# A codec in plain torch: encode returns the parts of a payload and the new residual, decode the values.
 Encode = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 Decode = Callable[..., Tensor]
 
@@ -64,7 +64,7 @@ def int8_encode(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
 
 
 def int8_decode(codes: Tensor, scale: Tensor) -> Tensor:
-    """Give back the values of ``int8_encode``."""
+    """Restore the values of ``int8_encode``."""
     return (codes * scale).view(-1)
 
 
@@ -78,7 +78,7 @@ def int4_encode(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
 
 
 def int4_decode(packed: Tensor, scale: Tensor) -> Tensor:
-    """Give back the values of ``int4_encode``."""
+    """Restore the values of ``int4_encode``."""
     codes = torch.stack([(packed << 4) >> 4, packed >> 4], 1).view(-1, 256)
     return (codes * scale).view(-1)
 
@@ -94,7 +94,7 @@ def sign_encode(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
 
 
 def sign_decode(packed: Tensor, scale: Tensor) -> Tensor:
-    """Give back the values of ``sign_encode``."""
+    """Restore the values of ``sign_encode``."""
     shifts = torch.arange(8, dtype=torch.uint8).view(1, 8, 1)
     negative = ((packed.unsqueeze(1) >> shifts) & 1).bool().view(-1, 1024)
     return torch.where(negative, -scale, scale).view(-1)
@@ -108,7 +108,7 @@ def fp16_encode(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
 
 
 def fp16_decode(short: Tensor) -> Tensor:
-    """Give back the values of ``fp16_encode``."""
+    """Restore the values of ``fp16_encode``."""
     return short.to(torch.float32)
 
 
@@ -121,7 +121,7 @@ def topk_encode(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
 
 
 def topk_decode(kept: Tensor, index: Tensor, numel: Tensor) -> Tensor:
-    """Give back the values of ``topk_encode``."""
+    """Restore the values of ``topk_encode``."""
     return torch.zeros(int(numel)).index_copy_(0, index.long(), kept)
 
 
@@ -140,7 +140,7 @@ NOT_COMPILED = ("topk(density=0.01)",)  # a sort and an index: nothing to fuse
 
 @dataclass(frozen=True)
 class Entry:
-    """One thing that takes its turn in each round."""
+    """One codec in one mode, timed once in each round."""
 
     name: str
     mode: str
@@ -158,7 +158,7 @@ def our_entry(text: str, x: Tensor) -> Entry:
 
 
 def plain_entry(text: str, mode: str, x: Tensor) -> Entry:
-    """The same in torch, eager or compiled; the new residual takes the place of the old one."""
+    """The same in torch, eager or compiled; the new residual replaces the old one."""
     encode, decode = PLAIN[text]
     if mode == "compile":
         encode, decode = torch.compile(encode, dynamic=False), torch.compile(decode, dynamic=False)
@@ -178,7 +178,7 @@ def measure(entries: Sequence[Entry], rounds: int, show: Callable[[str], None]) 
     seconds: dict[str, dict[str, Any]] = {}
     for entry in entries:
         show(f"{entry.name} ({entry.mode}): compiling")
-        for _ in range(2):  # the second time, memory is where it will be
+        for _ in range(2):  # the second call allocates no memory
             entry.encode()
             entry.decode()
         seconds.setdefault(entry.name, {})[entry.mode] = {"encode_s": [], "decode_s": []}
@@ -210,7 +210,7 @@ def summarize(seconds: dict[str, dict[str, Any]], num_bytes: int) -> dict[str, d
 
 
 def table_of(summary: dict[str, dict[str, Any]], *, num_bytes: int, rounds: int) -> Table:
-    """Lay the speeds out for a reader."""
+    """The table of speeds."""
     caption = f"GB/s of float32 values ({num_bytes / 2**20:.0f} MB), one thread, medians of {rounds} rounds."
     table = Table(title="Codecs with error feedback", caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("codec", no_wrap=True)
@@ -246,7 +246,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_saving(parser, files="JSON")
     options = parser.parse_args(arguments)
     if options.rounds < 3:
-        parser.error(f"--rounds must be 3 or more, to tell an interval from; got {options.rounds}.")
+        parser.error(f"--rounds must be 3 or more, for an interval; got {options.rounds}.")
     if options.size % 4096:
         parser.error(f"--size must be a multiple of 4KB, the largest block of the plain versions; got {options.size}.")
     options.codecs = [text.strip() for text in options.codecs.split(";")] if options.codecs else list(CODECS)
@@ -262,7 +262,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def entries_of(options: argparse.Namespace, x: Tensor) -> list[Entry]:
-    """Choose what takes its turn."""
+    """All entries to be timed: memcpy, and each codec in each mode."""
     copy, again = torch.zeros_like(x), torch.zeros_like(x)
     entries = [Entry("memcpy", "ours", lambda: copy.copy_(x), lambda: again.copy_(copy))]
     for text in options.codecs:

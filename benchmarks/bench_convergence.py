@@ -4,12 +4,12 @@
     python benchmarks/bench_convergence.py --specs "allreduce; allreduce(codec=int4)" --seeds 0,1,2
 
 Every run is ``gradsync run -n 2 --sync SPEC examples/char_lm.py``: the same model, data order, learning rate and
-initial weights for all specs of a seed. The first spec is what the others are compared with. Seeds take turns, so
-that whatever else the machine does falls on all specs alike. Seconds are those of the training steps on this machine,
-where the workers share memory; evaluations are not counted. Bytes are what one worker sends. A strategy under which
-workers train on their own settles once, before the evaluation at the end.
+initial weights for all specs of a seed. The first spec is what the others are compared with. All specs of a seed run
+before the next seed, so that other load on the machine affects them alike. Seconds are those of the training steps on
+this machine, where the workers share memory; evaluations are not counted. Bytes are what one worker sends. A strategy
+under which workers train on their own settles once, before the evaluation at the end.
 
-It takes hours: with ``--runs FOLDER``, the runs that a stopped call has finished are kept, and the next goes on there.
+It takes hours: with ``--runs FOLDER``, finished runs are kept, and a later call continues from them.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ sys.path.insert(0, str(PROJECT))  # so that it also runs as a file, from anywher
 from rich import box  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from benchmarks.paired import paired_ratio  # noqa: E402
-from benchmarks.plots import add_grid, figure_for, look_of  # noqa: E402
-from benchmarks.reporting import Reporting, add_saving, describe_machine, why_no_plot  # noqa: E402
-from benchmarks.training import KeptRuns, RunFailed, add_training, launch  # noqa: E402
+from benchmarks.support.paired import paired_ratio  # noqa: E402
+from benchmarks.support.plots import add_grid, figure_for, look_of  # noqa: E402
+from benchmarks.support.reporting import Reporting, add_saving, describe_machine, plot_problem  # noqa: E402
+from benchmarks.support.training import KeptRuns, RunFailed, add_training, launch  # noqa: E402
 from gradsync import spec  # noqa: E402
-from gradsync.lab import LabError  # noqa: E402
+from gradsync.testing import LabError  # noqa: E402
 
 SCRIPT = PROJECT / "examples" / "char_lm.py"
 PERCENT = {  # of exact training's eval loss: how much more a spec may end with
@@ -70,18 +70,18 @@ def script_of(seed: int, options: argparse.Namespace) -> list[str]:
 
 
 def settings_of(text: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """All that a run's log depends on, but for the code: what it was kept under."""
+    """Everything but the code that a run's log depends on: the key under which it is kept."""
     return {
         "sync": text,
         "script": script_of(seed, options),
         "data": hashlib.sha256(options.data.read_bytes()).hexdigest() if options.data else None,
         "workers": options.workers,
-        "machine": describe_machine(),  # its seconds are held against those of other runs
+        "machine": describe_machine(),  # its seconds are compared with those of other runs
     }
 
 
 def train(text: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Run the example once, in workers of its own; block until it has ended; give its log."""
+    """Run the example once, in workers of its own; blocks until it has ended; returns its log."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "log.json"
         try:
@@ -118,7 +118,7 @@ class Verdict:
     """Whether a spec ended close enough to the first one."""
 
     percent: float  # more eval loss than the first spec's, means over the seeds
-    within: float | None  # what it may be, if somebody has said
+    within: float | None  # the allowed percentage; None: no limit is set
 
     def __str__(self) -> str:
         if self.within is None:
@@ -164,7 +164,7 @@ def curves(logs: dict[int, dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def table_of(summary: dict[str, dict[str, Any]], *, caption: str) -> Table:
-    """Lay the means out for a reader."""
+    """The table of means."""
     table = Table(title="Eval loss at the end", caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("spec", no_wrap=True)
     for title in (
@@ -223,7 +223,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Eval loss of examples/char_lm.py with compressed gradients.")
     parser.add_argument(
-        "--specs", help=f"separated by ';', the first is what others are held against (default: {len(PERCENT)})"
+        "--specs", help=f"separated by ';', the first is what others are compared with (default: {len(PERCENT)})"
     )
     parser.add_argument("--steps", type=int, default=600, help="of every run (default: 600)")
     parser.add_argument("--eval-every", type=int, default=0, help=f"steps (default: {NUM_EVALS} times in a run)")
@@ -247,7 +247,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.steps < 1:
         parser.error(f"--steps must be 1 or more; got {options.steps}.")
     options.eval_every = options.eval_every or max(1, options.steps // NUM_EVALS)
-    if lack := why_no_plot(options):
+    if lack := plot_problem(options):
         parser.error(lack)
     return options
 

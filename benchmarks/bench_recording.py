@@ -1,10 +1,10 @@
-"""Whether what is recorded is true, and what recording costs.
+"""Whether step records are accurate, and what recording costs.
 
     python benchmarks/bench_recording.py              # both, some 3 minutes on 2 cores; root for the link
     python benchmarks/bench_recording.py --only truth
 
-Truth: steps with a planted sleep, a link of known rate, nothing to wait for at all; what was recorded is held against
-what was planted and against a stopwatch. Cost: training steps with and without recording in turn, in one process.
+Truth: steps with a planted sleep, a link of known rate, a single worker; the records are compared with the planted
+times and with a stopwatch. Cost: training steps with and without recording, alternating in one process.
 Writes a dated JSON to benchmarks/results/.
 """
 
@@ -24,11 +24,11 @@ sys.path.insert(0, str(PROJECT))
 
 from rich.table import Table  # noqa: E402
 
-from benchmarks.paired import paired_ratio  # noqa: E402
-from benchmarks.reporting import RESULTS, Reporting  # noqa: E402
-from benchmarks.workers import run_in_lab, run_on_this_host  # noqa: E402
-from gradsync.lab import LabError  # noqa: E402
+from benchmarks.support.launch import run_in_lab, run_on_this_host  # noqa: E402
+from benchmarks.support.paired import paired_ratio  # noqa: E402
+from benchmarks.support.reporting import RESULTS, Reporting  # noqa: E402
 from gradsync.profiling import Breakdown, load  # noqa: E402
+from gradsync.testing import LabError  # noqa: E402
 
 COMPUTE_MS, LATE_MS = 100.0, 100.0
 RATE_BITS, RATE_NUMEL = 200e6, 1_250_000  # 200 Mbit/s, 5 MB of gradients
@@ -38,7 +38,7 @@ Case = Callable[[Path, list[str]], list[dict[str, Any]]]
 
 def run(arguments: Sequence[str], *, workers: int, timeout_s: float, rate: str | None = None) -> None:
     """Run the worker in several processes; in a lab, on links of a rate, if one is given."""
-    command = [sys.executable, "-m", "benchmarks.recording_worker", *arguments]
+    command = [sys.executable, "-m", "benchmarks.workers.recording", *arguments]
     if rate is not None:
         run_in_lab(command, workers=workers, timeout_s=timeout_s, rate=rate)
     else:
@@ -46,13 +46,13 @@ def run(arguments: Sequence[str], *, workers: int, timeout_s: float, rate: str |
 
 
 def stopwatch(folder: Path, rank: int, what: str) -> list[float]:
-    """What a worker has measured itself, step by step."""
+    """The times that a worker has measured itself, step by step."""
     values: list[float] = json.loads((folder / f"stopwatch-{rank}.json").read_text())[what]
     return values
 
 
 def planted(name: str, folder: Path, rank: int, expected_s: dict[str, float]) -> list[dict[str, Any]]:
-    """What was recorded on a rank against what was planted, by medians; and its parts against the stopwatch."""
+    """Compare the medians recorded on a rank with the planted times, and the sum of the parts with the stopwatch."""
     steps = load(folder).typical(rank)
     measured_s = statistics.median(stopwatch(folder, rank, "step_s")[step.step] for step in steps)
     whole_s = statistics.median(step.parts.step_s for step in steps)
@@ -69,7 +69,7 @@ def planted(name: str, folder: Path, rank: int, expected_s: dict[str, float]) ->
 
 
 def truth(cases: Sequence[str], *, steps: int) -> list[dict[str, Any]]:
-    """Plant, record and compare: a late rank, a link of a known rate, a worker on its own."""
+    """Plant, record and compare: a late rank, a link of a known rate, a single worker."""
     rows: list[dict[str, Any]] = []
     for case in cases:
         with tempfile.TemporaryDirectory() as made:
@@ -102,7 +102,7 @@ def _alone(folder: Path, common: list[str]) -> list[dict[str, Any]]:
     parts = Breakdown.mean([step.parts for step in load(folder).typical(0)])
     stopped_s = parts.waiting_s + parts.wire_s
     about = {"case": "nothing to send", "rank": 0, "what": "waiting and wire", "expected_s": 0.0}
-    # An error of nothing has no percentage: it is told as a part of the step.
+    # An error relative to 0 has no percentage: it is given as a share of the step.
     return [*rows, {**about, "recorded_s": stopped_s, "error": stopped_s / parts.step_s}]
 
 
@@ -110,7 +110,7 @@ CASES: dict[str, Case] = {"late_c10d": _late("c10d"), "late_shm": _late("shm"), 
 
 
 def overhead(kinds: Sequence[str], *, rounds: int, steps: int) -> dict[str, Any]:
-    """The ratio of recorded steps to silent ones, with and without files, by the clock and by the processor's."""
+    """The ratio of steps with recording to steps without, with and without files, by wall time and by CPU time."""
     found: dict[str, Any] = {}
     for name in kinds:
         extra = ["--files"] if name == "files" else []
@@ -127,7 +127,7 @@ def overhead(kinds: Sequence[str], *, rounds: int, steps: int) -> dict[str, Any]
 
 
 def truth_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """What was recorded against what was planted, for a reader; what is off by too much is red."""
+    """The table of recorded and planted times; an error that is too large is red."""
     table = Table(title="recorded against planted")
     for column in ("case", "rank", "what", "expected, ms", "recorded, ms", "off by"):
         table.add_column(column, justify="left" if column in ("case", "what") else "right")
@@ -139,7 +139,7 @@ def truth_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def overhead_table(found: dict[str, Any]) -> Table:
-    """What recording costs, for a reader."""
+    """The table of what recording costs."""
     table = Table(title="a step with recording, over one without (95 %)")
     for column in ("what", "step, ms", "by the clock", "by the processor's"):
         table.add_column(column)
@@ -151,12 +151,12 @@ def overhead_table(found: dict[str, Any]) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the tables and write the JSON."""
-    parser = argparse.ArgumentParser(description="Whether what is recorded is true, and what recording costs.")
+    parser = argparse.ArgumentParser(description="Whether step records are accurate, and what recording costs.")
     parser.add_argument("--only", choices=("truth", "overhead"))
     parser.add_argument("--rounds", type=int, default=20, help="of the cost (default: 20)")
     parser.add_argument("--steps", type=int, default=10, help="timed in each round (default: 10)")
     parser.add_argument("--planted-steps", type=int, default=30, help="of each truth (default: 30)")
-    parser.add_argument("--kinds", default="memory,files", help="where notes go (default: memory,files)")
+    parser.add_argument("--kinds", default="memory,files", help="where records go (default: memory,files)")
     parser.add_argument("--cases", default=",".join(CASES), help=f"of the truth (default: {','.join(CASES)})")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON")
     options = parser.parse_args(arguments)

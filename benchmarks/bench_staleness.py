@@ -1,4 +1,4 @@
-"""What late gradients do to training, and what the policies for them mend: digits, 8 workers, asynchronous.
+"""The effect of stale gradients on training, and of the policies against it: digits, 8 workers, asynchronous.
 
     python benchmarks/bench_staleness.py
 
@@ -6,12 +6,12 @@ The learning rate is tuned for synchronous training, on a grid, and shared by al
 within one percent of the best, on digits that are neither trained on nor tested. (N synchronous workers are one process
 on the whole batch, so the grid runs in one.) Then 8 workers, threads of this process, train at that rate through a
 parameter server: synchronously, and asynchronously with each policy. The data, its order, the initial weights and the
-number of samples are the same for all. Asynchronous workers step in turn, as workers of the same speed do: so a push is
-7 updates late, always, and the same command gives the same figures. (Left to themselves, threads that share an
-interpreter are less late.)
+number of samples are the same for all. Asynchronous workers step in turn, as workers of the same speed do: so every
+push is 7 updates late, and the same command gives the same figures. (Without turns, threads that share an interpreter
+are less late.)
 
-A worker's batch is not small: asynchronous updates come one from each batch, at the full rate unless the policy lowers
-it, and no policy for late gradients can mend that a few samples are too noisy for a rate that 8 times as many allow.
+A worker's batch is not small: each asynchronous update is of one batch, at the full rate unless the policy lowers it.
+No policy for stale gradients helps where a few samples are too noisy for a rate that 8 times as many allow.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # noqa
 from torch import Tensor, nn  # noqa: E402
 
 import gradsync  # noqa: E402
-from benchmarks.reporting import describe_machine  # noqa: E402
-from gradsync.comm import Communicator, run_ranks  # noqa: E402
-from gradsync.server.server import Server  # noqa: E402
+from benchmarks.support.reporting import describe_machine  # noqa: E402
+from gradsync.comm import Communicator  # noqa: E402
+from gradsync.strategies.parameter_server.server.server import Server  # noqa: E402
+from gradsync.testing import run_ranks  # noqa: E402
 
 RATES = (0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
-CLOSE = 0.01  # of accuracy, 3 of the digits for tuning: rates that differ by less are the same
-TURN_S = 60.0
+CLOSE = 0.01  # of accuracy, 3 of the digits for tuning: a smaller difference between rates is ignored
+TURN_TIMEOUT_S = 60.0
 WITHIN_PERCENT = 2.0  # of synchronous accuracy: what "comes close" means here
 NUM_TRAINED, NUM_TUNED = 1150, 287  # of 1797 digits; the others are for testing
 MODES = {
@@ -72,12 +73,12 @@ def load() -> tuple[Data, Data, Data]:
 
 
 def build(seed: int) -> nn.Sequential:
-    """A small network. Seeded by a generator of its own: workers that are threads share torch's."""
+    """A small network, seeded by a generator of its own: workers that are threads share torch's."""
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for param in model.parameters():
-            bound = 1 / 8  # 1/√64, as nn.Linear has it
+            bound = 1 / 8  # 1/√64, as in nn.Linear
             param.copy_(torch.rand(param.shape, generator=generator) * 2 * bound - bound)
     return model
 
@@ -111,17 +112,17 @@ def train_alone(options: argparse.Namespace, rate: float, seed: int) -> nn.Modul
     return model
 
 
-class Turns:
-    """Lets workers pass one after the other, in the order of their ranks, round after round."""
+class RoundRobin:
+    """Lets workers step one after the other, in the order of their ranks, round after round."""
 
     def __init__(self, num_workers: int) -> None:
         self._gates = [threading.Semaphore(int(rank == 0)) for rank in range(num_workers)]
 
     @contextlib.contextmanager
     def take(self, rank: int) -> Iterator[None]:
-        """Wait for this rank's turn, and give it on at the end."""
-        if not self._gates[rank].acquire(timeout=TURN_S):
-            raise TimeoutError(f"rank {rank} has waited {TURN_S:.0f} s for its turn; has another failed?")
+        """Wait for this rank's turn, and pass it on at the end."""
+        if not self._gates[rank].acquire(timeout=TURN_TIMEOUT_S):
+            raise TimeoutError(f"rank {rank} has waited {TURN_TIMEOUT_S:.0f} s for its turn; has another failed?")
         try:
             yield
         finally:
@@ -129,12 +130,12 @@ class Turns:
 
 
 def train_served(options: argparse.Namespace, mode: str, rate: float, seed: int) -> dict[str, Any]:
-    """Train through a parameter server, with workers that are threads; gives accuracy and the histogram of τ."""
+    """Train through a parameter server, with workers that are threads; returns accuracy and the histogram of τ."""
     train, _, test = load()
     server = Server().start()
-    strategy = f"parameter_server({mode}, servers=[{server.address!r}])"
-    turns = Turns(options.workers)
-    in_turn = "staleness=None" in mode  # synchronous ones wait for each other anyhow
+    strategy = f"parameter_server({mode}, servers=[{server.address!r}], open=True)"
+    turns = RoundRobin(options.workers)
+    in_turn = "staleness=None" in mode  # synchronous workers wait for each other anyhow
 
     def work(comm: Communicator) -> dict[str, Any]:
         model = build(seed)
@@ -191,7 +192,7 @@ def measure(options: argparse.Namespace, show: Callable[[str], None]) -> dict[st
 
 
 def table(found: dict[str, Any]) -> Table:
-    """What was found, for a terminal."""
+    """The table of results."""
     shown = Table(title=f"digits, test accuracy at the learning rate {found['rate']} tuned for synchronous training")
     for column in ("mode", "accuracy", "below synchronous", "each seed", "mean τ"):
         shown.add_column(column, justify="left" if column == "mode" else "right")

@@ -3,8 +3,8 @@
     python benchmarks/bench_step.py --links same,1gbit
 
 Two workers of one thread train a transformer of 16.9 M parameters on 4 x 64 tokens each: 68 MB of gradients a step.
-Both hold every variant; in each round all variants take their turn, in an order that rotates, so that whatever else the
-machine does falls on all alike. Read the ratios and their intervals, and compare times only within one run.
+Both hold every variant. Every round times all variants, in a rotating order, so that other load on the machine affects
+all alike. Read the ratios and their intervals, and compare times only within one run.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ sys.path.insert(0, str(PROJECT))  # so that it also runs as a file, from anywher
 
 from rich.table import Table  # noqa: E402
 
-from benchmarks.paired import PairedRatio, paired_ratio  # noqa: E402
-from benchmarks.reporting import RESULTS, Reporting  # noqa: E402
-from benchmarks.step_worker import VARIANTS  # noqa: E402
-from benchmarks.workers import run_in_lab, run_on_this_host  # noqa: E402
-from gradsync.lab import LabError  # noqa: E402
+from benchmarks.support.launch import run_in_lab, run_on_this_host  # noqa: E402
+from benchmarks.support.paired import PairedRatio, paired_ratio  # noqa: E402
+from benchmarks.support.reporting import RESULTS, Reporting  # noqa: E402
+from benchmarks.workers.step import VARIANTS  # noqa: E402
+from gradsync.testing import LabError  # noqa: E402
 
 WORKERS = 2
 SAME_HOST = "same"
@@ -35,10 +35,10 @@ BASELINES = ("ddp", "compute")
 
 
 def measure(link: str, *, variants: Sequence[str], rounds: int, steps: int, timeout_s: float) -> dict[str, Any]:
-    """Run the workers on one link; block until they have ended; give what rank 0 wrote."""
+    """Run the workers on one link, block until they have ended, and return what rank 0 wrote."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "measured.json"
-        command = [sys.executable, "-m", "benchmarks.step_worker", "--variants", ",".join(variants)]
+        command = [sys.executable, "-m", "benchmarks.workers.step", "--variants", ",".join(variants)]
         command += ["--rounds", str(rounds), "--steps", str(steps), "--out", str(out)]
         if link == SAME_HOST:
             run_on_this_host(command, workers=WORKERS, timeout_s=timeout_s)
@@ -49,10 +49,10 @@ def measure(link: str, *, variants: Sequence[str], rounds: int, steps: int, time
 
 
 def summarize(measured: dict[str, Any], *, counted: bool, means: bool = False) -> dict[str, dict[str, Any]]:
-    """Reduce each variant's steps to medians, and each round to ratios to DDP's and bare steps of the same round.
+    """Reduce each variant's steps to medians, and each round to ratios to DDP's and compute-only steps of that round.
 
-    counted: the interface carried nothing but one worker's traffic (on loopback it carries everybody's).
-    means: in place of medians, for variants of which only a few steps talk to others.
+    counted: the interface carried only one worker's traffic (loopback carries that of all).
+    means: use means in place of medians, for variants that communicate in a few steps only.
     """
     middle = statistics.fmean if means else statistics.median
     rounds = {name: [middle(block) for block in blocks] for name, blocks in measured["step_s"].items()}
@@ -72,7 +72,7 @@ def summarize(measured: dict[str, Any], *, counted: bool, means: bool = False) -
 
 
 def table_of(summaries: dict[str, dict[str, dict[str, Any]]], *, means: bool = False) -> Table:
-    """Lay the summaries of all links out for a reader: medians, and what one worker's interface sent in a step."""
+    """The table of all links: medians, and the bytes that one worker's interface sent in a step."""
     table = Table(title="A training step, 2 workers: 16.9 M parameters, 68 MB of gradients")
     for column in ("link", "variant"):
         table.add_column(column)
@@ -112,7 +112,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if unknown:
         parser.error(f"--variants must be of {', '.join(VARIANTS)}; got {', '.join(unknown)}.")
     if options.rounds < 3:
-        parser.error(f"--rounds must be 3 or more, to tell an interval from; got {options.rounds}.")
+        parser.error(f"--rounds must be 3 or more, for an interval; got {options.rounds}.")
     return options
 
 

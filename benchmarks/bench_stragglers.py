@@ -5,8 +5,8 @@
 
 Two cases, with 4 workers. ``permanent``: the last worker is always 4 times slower. ``random``: each worker's step is,
 one time in ten, 6 times slower. Every run trains a small char_lm (examples/char_lm.py) for the same number of seconds
-with the same learning rate and the same batch a worker. Compute is played by naps, so that 4 workers do not disturb one
-another on few cores: see straggler_worker.py. The eval loss is that of rank 0's replica, a fast one.
+with the same learning rate and the same batch a worker. Compute is simulated by sleeping, so that 4 workers do not
+disturb one another on few cores: see workers/stragglers.py. The eval loss is that of rank 0's replica, a fast one.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ sys.path.insert(0, str(PROJECT))  # so that it also runs as a file, from anywher
 from rich import box  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from benchmarks.plots import COLOURS, add_grid, figure_for, look_of  # noqa: E402
-from benchmarks.reporting import Reporting, add_saving, why_no_plot  # noqa: E402
-from benchmarks.training import KeptRuns, RunFailed, add_training, launch  # noqa: E402
-from gradsync.lab import LabError  # noqa: E402
+from benchmarks.support.plots import COLOURS, add_grid, figure_for, look_of  # noqa: E402
+from benchmarks.support.reporting import Reporting, add_saving, plot_problem  # noqa: E402
+from benchmarks.support.training import KeptRuns, RunFailed, add_training, launch  # noqa: E402
+from gradsync.testing import LabError  # noqa: E402
 
-WORKER = PROJECT / "benchmarks" / "straggler_worker.py"
+WORKER = PROJECT / "benchmarks" / "workers" / "stragglers.py"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """A line of the table."""
+    """A strategy in the comparison: a line of the table."""
 
     title: str
     strategy: str
@@ -50,7 +50,7 @@ class Contestant:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Who is slow, and when."""
+    """Which workers are slow, and when; and the strategies that are compared."""
 
     title: str
     factor: float
@@ -94,14 +94,14 @@ CASES = {
 }
 
 Runs = dict[str, dict[int, dict[str, Any]]]  # by title and seed: what the workers wrote
-EXACT_WITHIN = 1e-3  # of a loss, relative: sums in another order part two runs of float32 slowly
+EXACT_WITHIN = 1e-3  # of a loss, relative: sums in another order make two runs of float32 drift apart slowly
 
 
 # -- measuring ------------------------------------------------------------------------------------------------------
 
 
 def train(plan: Sequence[dict[str, Any]], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Do the runs of a plan in the same workers, one after the other; give what each has measured. Blocks."""
+    """Do the runs of a plan in the same workers, one after the other; yields the measurements of each. Blocks."""
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "plan.json"
         written.write_text(json.dumps(list(plan)))
@@ -109,7 +109,7 @@ def train(plan: Sequence[dict[str, Any]], options: argparse.Namespace) -> Iterat
         try:
             launch([str(WORKER), "--plan", str(written), "--out", folder], options)
         except LabError as error:
-            failure = error  # what came before it is worth keeping
+            failure = error  # the runs before it are still kept
         for number, run in enumerate(plan):
             out = Path(folder) / f"{number}.json"
             if not out.exists():
@@ -119,9 +119,10 @@ def train(plan: Sequence[dict[str, Any]], options: argparse.Namespace) -> Iterat
 
 
 def measure(options: argparse.Namespace) -> dict[str, Runs]:
-    """Train every contestant of every case with every seed; seeds take turns, so that whatever happens hits all.
+    """Train every contestant of every case with every seed.
 
-    Runs that an earlier call has kept are not done again.
+    All contestants of a seed run before the next seed, so that other load on the machine affects them alike. Runs that
+    an earlier call has kept are not repeated.
     """
     kept = KeptRuns(options.runs)
     results: dict[str, Runs] = {name: {each.title: {} for each in options.contestants(name)} for name in options.cases}
@@ -143,7 +144,7 @@ def measure(options: argparse.Namespace) -> dict[str, Runs]:
 
 
 def run_of(contestant: Contestant, name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """What the workers are told: all that a run depends on, but for the code."""
+    """The settings of a run, for the workers: everything but the code that it depends on."""
     return {
         "strategy": contestant.strategy,
         "balance": contestant.balance,
@@ -166,12 +167,12 @@ def run_of(contestant: Contestant, name: str, seed: int, options: argparse.Names
 
 
 def samples_per_second(measured: dict[str, Any], seconds: float) -> float:
-    """Of all ranks together, in steps that were over in time."""
+    """The samples a second of all ranks together, in steps that ended in time."""
     return sum(num for steps in measured["steps"] for over_s, num, _ in steps if over_s <= seconds) / seconds
 
 
 def seconds_to(evals: Sequence[Sequence[float]], loss: float) -> float | None:
-    """When the eval loss first came down to ``loss``, on a line between snapshots; None: never."""
+    """When the eval loss first reached ``loss``, interpolated between snapshots; None: never."""
     for (before_s, before), (after_s, after) in itertools.pairwise(evals):
         if after <= loss:
             return before_s if before <= loss else before_s + (after_s - before_s) * (before - loss) / (before - after)
@@ -179,7 +180,7 @@ def seconds_to(evals: Sequence[Sequence[float]], loss: float) -> float | None:
 
 
 def joint_losses(measured: dict[str, Any]) -> list[float]:
-    """The loss of each step over all ranks, as far as every rank came."""
+    """The loss of each step over all ranks, up to the last step that all have done."""
     return [
         sum(num * loss for _, num, loss in parts) / sum(num for _, num, _ in parts)
         for parts in zip(*measured["steps"], strict=False)
@@ -187,7 +188,7 @@ def joint_losses(measured: dict[str, Any]) -> list[float]:
 
 
 def largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
-    """Between two runs' losses, relative, over the steps that both have made."""
+    """The largest relative difference between the losses of two runs, over the steps that both have done."""
     return max((abs(a - b) / abs(b) for a, b in zip(one, other, strict=False)), default=float("nan"))
 
 
@@ -235,7 +236,7 @@ def summarize(name: str, runs: Runs, seconds: float) -> dict[str, dict[str, Any]
 
 
 def table_of(name: str, summary: dict[str, dict[str, Any]], *, caption: str) -> Table:
-    """Lay a case out for a reader."""
+    """The table of a case."""
     table = Table(title=CASES[name].title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     for title in ("samples/s", "times the first", "asked", "", "eval loss", "s to the first's", "loss difference"):
@@ -287,7 +288,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)} (default: all)")
     parser.add_argument("--only", help="titles of the contestants to run, separated by ';' (default: all)")
     parser.add_argument("--seconds", type=float, default=30.0, help="of training, in every run (default: 30)")
-    parser.add_argument("--sample-ms", type=float, default=5.0, help="of played compute a sample (default: 5)")
+    parser.add_argument("--sample-ms", type=float, default=5.0, help="of simulated compute a sample (default: 5)")
     parser.add_argument("--batch", type=int, default=8, help="samples of a worker in a step, while all have the same")
     parser.add_argument("--width", type=int, default=32, help="of the model, which has one layer (default: 32)")
     parser.add_argument("--context", type=int, default=32, help="bytes of a sample (default: 32)")
@@ -308,7 +309,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     ]
     if options.workers < 2:
         parser.error(f"--workers must be 2 or more; got {options.workers}.")
-    if lack := why_no_plot(options):
+    if lack := plot_problem(options):
         parser.error(lack)
     return options
 
@@ -324,8 +325,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         reporting.fail(error)
     summaries = {name: summarize(name, runs, options.seconds) for name, runs in results.items()}
     how = (
-        f"{options.workers} workers, {options.seconds:g} s; compute is played: {options.sample_ms:g} ms of sleep a "
-        "sample, and a little real work beside it"
+        f"{options.workers} workers, {options.seconds:g} s; compute is simulated: {options.sample_ms:g} ms of sleep a "
+        "sample, and a little real work"
     )
     for name, summary in summaries.items():
         reporting.console.print(table_of(name, summary, caption=f"{how}."))

@@ -1,4 +1,4 @@
-"""The lab of ``gradsync.lab`` from a shell: each command gets torchrun's environment variables for its host.
+"""The lab of ``gradsync.testing`` from a shell: each command gets torchrun's environment variables for its host.
 
 python benchmarks/netlab.py run --hosts 2 --rate 1gbit -- python train.py
 """
@@ -9,9 +9,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from gradsync.lab import INTERFACE, MASTER_PORT, Lab, LabError, run_together, why_unavailable
+from gradsync.testing import Lab, LabError, lab_unavailable_reason, run_commands
+from gradsync.testing.network import INTERFACE, MASTER_PORT
 
-__all__ = ["INTERFACE", "MASTER_PORT", "Lab", "LabError", "main", "run_together", "why_unavailable"]
+__all__ = ["INTERFACE", "MASTER_PORT", "Lab", "LabError", "lab_unavailable_reason", "main", "run_commands"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -20,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run = parser.add_subparsers(required=True).add_parser("run", help="run a command on every host")
     run.add_argument("--hosts", type=int, default=2, help="how many (default: 2)")
     run.add_argument("--rate", help='of each link, as tc writes it: "1gbit" (default: unlimited)')
-    run.add_argument("--timeout-s", type=float, default=3600.0, help="end all after so long (default: 3600)")
+    run.add_argument("--timeout-s", type=float, default=3600.0, help="end all after this time (default: 3600)")
     run.add_argument("command", nargs="+", help="{rank} becomes the host's number, {addr} its address")
     options = parser.parse_args(arguments)
     try:

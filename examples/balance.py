@@ -3,7 +3,7 @@
     gradsync run -n 4 examples/balance.py                # the last worker is four times slower
     gradsync run -n 4 examples/balance.py --even         # as it would be without balance=True
 
-Slowness is played by a nap for every sample, so that it shows on any machine.
+Slowness is simulated by sleeping for every sample, so that it shows on any machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     comm = gradsync.connect()
-    nap_s = args.nap_ms / 1000 * (4 if comm.rank == comm.world_size - 1 else 1)
+    sleep_s = args.nap_ms / 1000 * (4 if comm.rank == comm.world_size - 1 else 1)
 
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(1040, 8, generator=generator)
@@ -39,7 +39,7 @@ def main() -> None:
     for epoch in range(args.epochs):
         start_s = time.perf_counter()
         for x, y in loader:
-            time.sleep(nap_s * len(x))
+            time.sleep(sleep_s * len(x))
             optimizer.zero_grad()
             (model(x) - y).square().mean().backward()
             optimizer.step()

@@ -30,7 +30,7 @@ HELD_OUT_BYTES = 32_768
 
 
 class Block(nn.Module):
-    """Attention to the past, then a two-layer network, each added to what came in."""
+    """Causal attention, then a two-layer network, each with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def mean_over_ranks(comm: gradsync.Communicator, loss_sum: float, samples: int) 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, held_out: Windows, comm: gradsync.Communicator, batch: int) -> float:
-    """Each rank takes every world_size-th window; all learn the mean over all windows."""
+    """Each rank takes every world_size-th window; all get the mean over all windows."""
     mine = Subset(held_out, range(comm.rank, len(held_out), comm.world_size))
     loss_sum = sum(float(loss_of(model, tokens)) * len(tokens) for tokens in DataLoader(mine, batch_size=batch))
     return mean_over_ranks(comm, loss_sum, len(mine))
@@ -109,7 +109,7 @@ def endless(loader: Iterable[Tensor]) -> Iterator[Tensor]:
 def train(args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    comm = gradsync.connect()  # (1) a world of one, unless a launcher says otherwise
+    comm = gradsync.connect()  # (1) a world of one without a launcher
 
     text = read_text(args.data)
     dataset, held_out = Windows(text[:-HELD_OUT_BYTES], args.context), Windows(text[-HELD_OUT_BYTES:], args.context)
@@ -149,11 +149,11 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
                 log["evals"].append((step, evaluate(model, held_out, comm, args.batch)))
                 progress.print(f"step {step}: eval loss {log['evals'][-1][1]:.4f}")
             start = time.perf_counter()
-        sync.settle()  # replicas that talk less often than every step come together; others are together
+        sync.settle()  # averages the replicas of strategies that exchange less often than every step
         log["eval_loss"] = evaluate(model, held_out, comm, args.batch)
         progress.print(f"step {args.steps}: eval loss {log['eval_loss']:.4f}")
         states = {name: part.state_dict() for name, part in parts.items()}
-        states["sync"] = sync.gather_state_dict()  # with a codec each rank has something of its own to keep
+        states["sync"] = sync.gather_state_dict()  # with a codec each rank has residuals of its own
     if comm.rank == 0 and args.checkpoint:
         torch.save({"step": args.steps, **states}, args.checkpoint)
     return log
@@ -175,7 +175,7 @@ def main() -> None:
         "--eval-every", type=int, default=0, help="steps from one evaluation to the next (0: at the end)"
     )
     parser.add_argument("--checkpoint", type=Path, help="write the whole state here at the end")
-    parser.add_argument("--resume", type=Path, help="go on from a checkpoint, to the sample")
+    parser.add_argument("--resume", type=Path, help="continue from a checkpoint, at the next sample")
     parser.add_argument("--json", type=Path, help="write losses, and the seconds and bytes of each step, here")
     args = parser.parse_args()
     log = train(args)

@@ -1,10 +1,10 @@
-"""DiLoCo over a slow wire: hundreds of steps on one's own, and a few megabits now and then.
+"""DiLoCo over a slow network: many local steps, and a small exchange now and then.
 
     gradsync run -n 2 examples/diloco.py
     gradsync run -n 2 examples/diloco.py --strategy "diloco(every=20, fragments=2, codec=int4)"
-    gradsync run -n 2 examples/diloco.py --checkpoint run     # writes run.rank0.pt, run.rank1.pt; goes on from them
+    gradsync run -n 2 examples/diloco.py --checkpoint run     # writes run.rank0.pt, run.rank1.pt; continues from them
 
-The task: a student network learns what a fixed random teacher answers. Each worker has questions of its own.
+The task: a student network learns the outputs of a fixed random teacher. Each worker has inputs of its own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="A student of a random teacher, trained by DiLoCo.")
     parser.add_argument("--strategy", default="diloco(every=50, fragments=4, codec=int4)")
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--checkpoint", help="each rank saves its own at the end, and goes on from it at the beginning")
+    parser.add_argument("--checkpoint", help="each rank saves its own at the end, and continues from it at the start")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -62,7 +62,7 @@ def main() -> None:
         loss, stats = nn.functional.mse_loss(student(x), y), sync.stats()
         if sync.rank == 0:
             whole = sum(param.numel() * 4 for param in student.parameters())
-            print(f"step {first + args.steps}: loss {loss:.4f} on new questions, after {stats['exchanges']} exchanges")
+            print(f"step {first + args.steps}: loss {loss:.4f} on new inputs, after {stats['exchanges']} exchanges")
             print(f"{stats['bytes_per_step']} bytes a step; the gradients are {whole}")
             print(f"distance of a replica from the mean: {stats['consensus_distance']:.3f}")
 

@@ -1,10 +1,10 @@
-"""Lock-free training of a bag of words: every worker changes the same parameters, and nobody waits.
+"""Lock-free training of a bag of words: every worker updates the same parameters, and none waits for another.
 
     python examples/hogwild.py                       # one process
     gradsync run -n 4 examples/hogwild.py            # four, on one host
 
 The task: a document is a few of 20,000 words, each word has a hidden value, and the label is the sign of their sum. A
-gradient touches the rows of its documents' words alone, so workers seldom meet.
+gradient touches only the rows of its documents' words, so workers seldom conflict.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
             optimizer.zero_grad()
             F.binary_cross_entropy_with_logits(model(words).squeeze(1), labels).backward()
             optimizer.step()
-        sync.settle()  # all are done: now the parameters stay as they are
+        sync.settle()  # waits until all are done: from here on the parameters do not change
         if comm.rank == 0:
             words, labels = documents(values, 10_000, torch.Generator().manual_seed(99))
             right = ((model(words).squeeze(1) > 0) == labels.bool()).float().mean()
@@ -53,7 +53,7 @@ def main() -> None:
             print(
                 f"{float(right):.1%} right after updates {stats['updates']}; staleness {stats['staleness']['mean']:.1f}"
             )
-        sync.settle()  # the others wait until rank 0 has looked
+        sync.settle()  # the others wait until rank 0 has evaluated
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     gradsync run -n 2 examples/local_sgd.py
     gradsync run -n 2 examples/local_sgd.py --strategy allreduce        # the same, exact
 
-The task: tell four spirals apart. Each worker has points of its own.
+The task: classify points of four spirals. Each worker has points of its own.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def main() -> None:
             schedule.step()
             sent += sync.stats()["bytes_per_step"]
             if sync.rank == 0 and (step + 1) % (args.steps // 4) == 0:
-                told = {name: sync.stats().get(name) for name in ("exchanges", "every")}
-                print(f"step {step + 1}: learning rate {schedule.get_last_lr()[0]:.3f}, {told}")
+                shown = {name: sync.stats().get(name) for name in ("exchanges", "every")}
+                print(f"step {step + 1}: learning rate {schedule.get_last_lr()[0]:.3f}, {shown}")
         sync.settle()  # from here on all ranks hold the same weights
         x, arm = points(seed=1, number=4000)
         right = (model(x).argmax(1) == arm).float().mean()

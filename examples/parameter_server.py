@@ -1,4 +1,4 @@
-"""A parameter server in one script: workers of unequal speed learn the same thing, and nobody waits long.
+"""A parameter server in one script: workers of unequal speed train one model, and fast ones wait little.
 
     gradsync run -n 4 examples/parameter_server.py
     gradsync run -n 4 examples/parameter_server.py --strategy "parameter_server(staleness=3)"
@@ -22,7 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--strategy", default="parameter_server(staleness=None, staleness_policy=scale)")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--slow-ms", type=float, default=5.0, help="what the last rank waits in every step")
+    parser.add_argument("--slow-ms", type=float, default=5.0, help="the time that the last rank sleeps in every step")
     options = parser.parse_args()
 
     torch.manual_seed(0)
@@ -36,7 +36,7 @@ def main() -> None:
             optimizer.zero_grad()
             loss = (model(x) - torch.tanh(x @ target)).square().mean()
             loss.backward()
-            optimizer.step()  # pushes, and pulls what the servers have by now
+            optimizer.step()  # pushes the gradients, and pulls the servers' current parameters
             if sync.rank == sync.world_size - 1:
                 time.sleep(options.slow_ms / 1000)
         sync.settle()  # all pushes are in; every rank has the newest parameters

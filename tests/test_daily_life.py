@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import gradsync
-from gradsync.comm import Communicator, run_ranks
-from tests.models import build
-from tests.ranks import run_processes
+from gradsync.comm import Communicator
+from gradsync.testing import run_ranks
+from tests.support.models import build
+from tests.support.ranks import run_processes
 
 
 def batch(comm: Communicator, step: int) -> Tensor:
@@ -24,7 +25,7 @@ def alike(ranks: list[list[Tensor]]) -> bool:
     return all(torch.equal(a, b) for params in ranks[1:] for a, b in zip(params, ranks[0], strict=True))
 
 
-def test_all_that_trains_may_be_swapped_for_what_was_frozen() -> None:
+def test_planner_follows_swapped_frozen_parameters() -> None:
     def run(comm: Communicator) -> list[Tensor]:
         model = build()
         model[0].requires_grad_(False)
@@ -43,7 +44,7 @@ def test_all_that_trains_may_be_swapped_for_what_was_frozen() -> None:
     assert alike(run_ranks(2, run))
 
 
-def test_another_memory_format_with_gradients_in_place() -> None:
+def test_planner_follows_another_memory_format() -> None:
     def run(comm: Communicator) -> list[Tensor]:
         model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(27, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -60,7 +61,7 @@ def test_another_memory_format_with_gradients_in_place() -> None:
     assert alike(run_ranks(2, run))
 
 
-def test_another_dtype_is_refused_and_can_still_be_closed() -> None:
+def test_engine_refuses_another_dtype_and_can_be_closed() -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with gradsync.synchronize(model, optimizer):
@@ -70,7 +71,7 @@ def test_another_dtype_is_refused_and_can_still_be_closed() -> None:
             model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
 
 
-def test_a_rollback_in_mid_accumulation_forgets_what_was_gathered() -> None:
+def test_engine_rollback_in_mid_accumulation_drops_gradients() -> None:
     def run(comm: Communicator) -> list[float]:
         norms = []
         for rolls_back in (False, True):
@@ -91,7 +92,7 @@ def test_a_rollback_in_mid_accumulation_forgets_what_was_gathered() -> None:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_that_were_zeroed_under_no_sync_have_no_weight(set_to_none: bool) -> None:
+def test_no_sync_gradients_that_were_zeroed_have_no_weight(set_to_none: bool) -> None:
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sync = gradsync.synchronize(model, optimizer)
@@ -103,7 +104,7 @@ def test_gradients_that_were_zeroed_under_no_sync_have_no_weight(set_to_none: bo
     assert model.weight.grad.item() == 3.0
 
 
-def test_freezing_a_layer_and_then_no_sync() -> None:
+def test_no_sync_after_freezing_a_layer() -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sync = gradsync.synchronize(model, optimizer)
@@ -115,7 +116,7 @@ def test_freezing_a_layer_and_then_no_sync() -> None:
     assert model[2].weight.grad is not None
 
 
-def test_a_model_that_is_dropped_without_close_is_freed() -> None:
+def test_engine_is_freed_with_its_model() -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gradsync.synchronize(model, optimizer, accumulate=2)
@@ -126,13 +127,13 @@ def test_a_model_that_is_dropped_without_close_is_freed() -> None:
     assert gone() is None
 
 
-def test_nobody_needs_to_keep_the_synchronizer_and_a_copy_is_free() -> None:
+def test_synchronizer_need_not_be_kept_and_a_copy_is_free() -> None:
     def run(comm: Communicator) -> float:
         model = nn.Linear(1, 1, bias=False)
         gradsync.synchronize(model, torch.optim.SGD(model.parameters(), lr=0.1), comm=comm)
         gc.collect()
         copied = copy.deepcopy(model)
-        (5 * copied.weight).sum().backward()  # the copy is nobody's replica
+        (5 * copied.weight).sum().backward()  # the copy is not synchronized
         (float(comm.rank) * model.weight).sum().backward()
         assert model.weight.grad is not None
         return model.weight.grad.item()
@@ -165,5 +166,5 @@ def groups_come_and_go(transport: str) -> list[float]:
 
 
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_groups_come_and_go(transport: str) -> None:
+def test_process_groups_are_freed(transport: str) -> None:
     assert run_processes(3, groups_come_and_go, transport) == [[1, 2] * 2, [1, 3] * 2, [2, 3] * 2]

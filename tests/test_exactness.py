@@ -11,22 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradsync
-from gradsync import slot
-from gradsync.comm import run_ranks
+from gradsync.buckets import slot
+from gradsync.testing import run_ranks
 from tests.exactness.cases import CASES
 from tests.exactness.context import Context, Outcome, run_case
 from tests.exactness.randomised import random_case
-from tests.mpi import run_mpi
-from tests.ranks import run_processes
-from tests.simulated import connect_on_hosts
+from tests.support.mpi import run_mpi
+from tests.support.ranks import run_processes
+from tests.support.simulated import connect_on_hosts
 
 WORLDS = (2, 3, 4)
 OPTIMIZER_NAMES = ("sgd", "adamw")
 DTYPES = (torch.float64, torch.float32)
 ALL = tuple((optimizer, dtype) for optimizer in OPTIMIZER_NAMES for dtype in DTYPES)
-# Where the cases run: all, every second or every eighth, each with one of the four pairs of optimizer and dtype.
-# They take turns, so that every place sees all four pairs, and every case comes at 2, at 3 and at 4 ranks. With `pytest
-# --exhaustive` every case runs everywhere with all four: that takes five minutes more.
+# Each place is a transport and a number of ranks. It runs all cases, every second or every eighth, each with one of the
+# four pairs of optimizer and dtype. The pairs and cases rotate, so that every place runs all four pairs, and every case
+# runs on 2, 3 and 4 ranks. With `pytest --exhaustive` every place runs every case with all four pairs: that takes five
+# minutes more.
 PLACES = {
     ("c10d", 2): 1,
     ("c10d", 3): 8,
@@ -96,8 +97,8 @@ def test_threads(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_way_of_codecs_is_exact_where_the_codec_is(case: str, exhaustive: bool) -> None:
-    """Two ranks exchange in one stage, three in two: the cases take turns."""
+def test_compressed_reducer_is_exact_with_the_dense_codec(case: str, exhaustive: bool) -> None:
+    """Two ranks exchange in one stage, three ranks in two. The cases alternate between them."""
     worlds = (2, 3) if exhaustive else (2 + EVERY_CASE.index(case) % 2,)
     for world in worlds:
         check_on_threads(case, "sgd", world, "allreduce(codec=dense)")
@@ -110,7 +111,7 @@ def test_random_models_on_threads(seed: int, optimizer: str, world: int) -> None
 
 
 def share_of(place: tuple[str, int], *, exhaustive: bool) -> dict[str | int, list[tuple[str, torch.dtype]]]:
-    """The cases that run at a place, and with which pairs each."""
+    """The cases that run at a place, and the pairs that each of them runs with."""
     if exhaustive:
         return {case: list(ALL) for case in EVERY_CASE}
     shift, stride = list(PLACES).index(place), PLACES[place]
@@ -119,9 +120,9 @@ def share_of(place: tuple[str, int], *, exhaustive: bool) -> dict[str | int, lis
 
 
 def run_share(transport: str, share: dict[str | int, list[tuple[str, torch.dtype]]]) -> dict[Key, Outcome]:
-    """All cases of a place in one set of processes: starting them is what takes time."""
+    """Run all cases of a place in one set of processes: starting the processes takes most of the time."""
     if transport == "shm":
-        slot.STREAMED_BYTES = 0  # lend and stream what is large elsewhere: nothing is, in models so small
+        slot.STREAMED_BYTES = 0  # so that the small gradients of these models are read in place and streamed too
     if transport == "hierarchical":
         comm: gradsync.Communicator = connect_on_hosts("aabb", timeout_s=60)
     else:
@@ -149,7 +150,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("place", "case"), runs, ids=ids)
 
 
-@pytest.mark.timeout(700)  # the first of a place runs all cases of it
+@pytest.mark.timeout(700)  # the first test of a place runs all its cases
 def test_processes(place: tuple[str, int], case: str | int, exhaustive: bool) -> None:
     outcomes = everything_on(place, exhaustive)
     for optimizer, dtype in share_of(place, exhaustive=exhaustive)[case]:

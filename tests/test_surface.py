@@ -47,5 +47,5 @@ def test_examples_run(module: str) -> None:
     assert failures == 0
 
 
-def test_importing_it_says_nothing() -> None:
+def test_import_adds_no_log_handlers() -> None:
     assert not logging.getLogger("gradsync").handlers, "a library leaves the log's handlers to the program"

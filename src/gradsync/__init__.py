@@ -1,6 +1,6 @@
 """gradsync keeps the replicas of a model in step while many workers train it."""
 
-from gradsync.batchnorm import SyncBatchNorm
+import gradsync.deprecated
 from gradsync.comm import Communicator, Work, connect
 from gradsync.data import shard
 from gradsync.errors import (
@@ -10,8 +10,12 @@ from gradsync.errors import (
     NonFiniteGradient,
     OutOfStep,
     PeerLost,
+    RefusedByServer,
     SameDataWarning,
+    ServerLost,
+    Unreachable,
 )
+from gradsync.replicas.batchnorm import SyncBatchNorm
 from gradsync.spec import SpecError
 from gradsync.strategies import (
     AllReduce,
@@ -25,6 +29,9 @@ from gradsync.strategies import (
     Strategy,
 )
 from gradsync.synchronize import Synchronizer, synchronize
+
+__version__ = "0.1.0"
+gradsync.deprecated.keep_old_names()
 
 __all__ = [
     "AllReduce",
@@ -42,11 +49,14 @@ __all__ = [
     "OutOfStep",
     "ParameterServer",
     "PeerLost",
+    "RefusedByServer",
     "SameDataWarning",
+    "ServerLost",
     "SpecError",
     "Strategy",
     "SyncBatchNorm",
     "Synchronizer",
+    "Unreachable",
     "Work",
     "connect",
     "shard",

@@ -1,16 +1,17 @@
-"""What can go wrong in the world, as exceptions.
+"""The exceptions and warnings of gradsync.
 
-The user's own mistakes are ``ValueError`` and ``TypeError``; what the world does to a run is a ``GradSyncError``::
+Mistakes of the user are ``ValueError`` and ``TypeError``; what the environment does to a run is a ``GradSyncError``::
 
     GradSyncError
     ├── PeerLost          a rank died, left or fell silent
     ├── OutOfStep         ranks are at different places of the run: other models, other steps, other settings
     ├── CollectiveFailed  the transport reported an error, and every peer is alive
     ├── NonFiniteGradient a compressed gradient has NaN or inf, and no GradScaler looks for it
-    ├── ServerLost        a parameter server is gone, and its shard with it (server/lines.py)
-    ├── RefusedByServer   a parameter server does not take what this worker brings (server/lines.py)
-    ├── ConnectionLost, Unreachable  a peer of a message is gone, or was never there (comm/sockets.py)
-    └── Malformed         a message that is none (comm/messages.py)
+    ├── Unreachable       nothing answers at the address of a parameter server or of a gossip member
+    ├── ServerLost        a parameter server was reached and is gone, and its shard with it
+    ├── RefusedByServer   a parameter server refuses this worker
+    ├── ConnectionLost    the peer of a message is gone; internal (messaging/sockets.py)
+    └── Malformed         a message that can't be parsed; internal (messaging/format.py)
 
     GradSyncWarning (UserWarning)
     └── SameDataWarning   every rank computed the same gradient: they read the same data
@@ -19,11 +20,12 @@ The user's own mistakes are ``ValueError`` and ``TypeError``; what the world doe
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 
 class GradSyncError(Exception):
-    """The root of everything the world can do to a run.
+    """The base of all errors that are not the user's own mistake.
 
     >>> import gradsync
     >>> issubclass(gradsync.PeerLost, gradsync.GradSyncError)
@@ -96,12 +98,59 @@ class CollectiveFailed(GradSyncError):
 
 
 class NonFiniteGradient(GradSyncError):
-    """A gradient that was to be compressed has NaN or inf: its mean is spoilt on every rank, and nobody would look.
+    """A gradient that was to be compressed has NaN or inf: its mean is not finite on any rank.
 
     Every rank raises it, and names the same parameter.
 
     >>> import gradsync
     >>> issubclass(gradsync.NonFiniteGradient, gradsync.GradSyncError)
+    True
+    """
+
+
+class Unreachable(GradSyncError):
+    """Nothing answers at an address, or it refuses this process. No data was lost: there was no connection yet.
+
+    >>> import gradsync
+    >>> issubclass(gradsync.Unreachable, gradsync.GradSyncError)
+    True
+    """
+
+
+class ServerLost(GradSyncError):
+    """A parameter server that was reached is gone, and its shard of the parameters with it.
+
+    Attributes:
+        shard: its number.
+        address: of its server.
+        names: the parameters in it.
+        why: the reason.
+
+    >>> import gradsync
+    >>> print(gradsync.ServerLost(1, "tcp://10.0.0.3:5555", ["fc.weight"], "its process or its host is gone"))
+    shard 1 (1 parameters: fc.weight) was lost with its server at tcp://10.0.0.3:5555: its process or its host is ...
+    """
+
+    def __init__(self, shard: int, address: str, names: Sequence[str], why: str) -> None:
+        self.shard = shard
+        self.address = address
+        self.names = tuple(names)
+        self.why = why
+        super().__init__(shard, address, names, why)
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.names[:3]) + (", ..." if len(self.names) > 3 else "")
+        return (
+            f"shard {self.shard} ({len(self.names)} parameters: {shown}) was lost with its server at {self.address}: "
+            f"{self.why}. With mirrors=1 a copy would have taken over; with snapshots a restarted server goes on."
+        )
+
+
+class RefusedByServer(GradSyncError):
+    """A parameter server does not do what it was asked: it runs another job, or has another run's weights.
+
+    >>> import gradsync
+    >>> issubclass(gradsync.RefusedByServer, gradsync.GradSyncError)
     True
     """
 

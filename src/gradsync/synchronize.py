@@ -14,21 +14,20 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from gradsync import spec
-from gradsync.admission import check_model, find_sparse, is_compiled_whole
-from gradsync.bucket import FIRST_BUCKET_BYTES
-from gradsync.buffers import BufferMode, BufferSync
+from gradsync.buckets.bucket import FIRST_BUCKET_BYTES
 from gradsync.comm import Communicator, connect
-from gradsync.comm.objects import broadcast_object
-from gradsync.engine import Engine
-from gradsync.observers import announce
+from gradsync.engine import saved_state
+from gradsync.engine.engine import Engine, EngineSettings
+from gradsync.engine.observers import announce
+from gradsync.engine.scaler import ScalerGuard
 from gradsync.profiling.recorder import Recorder
 from gradsync.profiling.start import start as start_recording
-from gradsync.replicas import check_agreement, copy_tensors, describe, plain_name
-from gradsync.saved_state import VERSION, own_state
-from gradsync.scaling import ScalerGuard
-from gradsync.settings import Settings
+from gradsync.replicas.agreement import check_agreement, copy_tensors, describe, plain_name
+from gradsync.replicas.batch_context import BatchNumber, batch_source
+from gradsync.replicas.buffers import BufferMode, BufferSync
+from gradsync.replicas.training import Training
+from gradsync.replicas.validation import check_model, find_sparse, is_compiled_whole
 from gradsync.strategies import Strategy, resolve_strategy
-from gradsync.training import Training
 
 log = logging.getLogger("gradsync")
 
@@ -59,20 +58,20 @@ def synchronize(
     Args:
         model: the user's module. Its ``.grad`` become views into gradsync's buckets.
         optimizer: any ``torch.optim`` optimizer over the model's parameters, except LBFGS.
-        strategy: when workers talk: a name, a spec such as ``"allreduce"``, or an object.
-        comm: the ranks to be in step with; ``gradsync.connect()`` unless said.
+        strategy: when workers communicate, and about what: a name, a spec such as ``"diloco(every=50)"``, or an object.
+        comm: the ranks to be in step with; default: ``gradsync.connect()``.
         accumulate: synchronize at every k-th backward; the gradient is then the mean over the k. In between ``.grad``
             is None, so that ``optimizer.step()`` and clipping pass over it.
         accumulation: "mean" over the backwards of a window (weighted, see ``set_weight``); "sum" multiplies by their
             number, for loops that divide the loss themselves, as they must with DDP.
-        bucket_bytes: size of a bucket, 25 MiB (with a codec 9) unless said; the last ones are smaller. Larger => fewer
-            collectives; smaller => they start earlier.
+        bucket_bytes: size of a bucket; default: 25 MiB, with a codec 9 MiB. The last buckets are smaller. Larger =>
+            fewer collectives; smaller => they start earlier.
         first_bucket_bytes: size of the first one.
         buffers: "broadcast" rank 0's after each synchronizing backward, take their "mean", or "none".
         scaler: the ``GradScaler`` in use, if any.
         scheduler: learning-rate schedules that step with every batch: a rank that runs out of data before the others
-            misses steps of theirs, and takes them over with the rest of the state.
-        sparse: names of parameters with sparse gradients, beside those of ``Embedding(sparse=True)``.
+            misses steps of its schedules, and receives their state with the rest.
+        sparse: names of parameters with sparse gradients, in addition to those of ``Embedding(sparse=True)``.
         timeout_s: how long to wait for a silent peer before it is given up.
 
     >>> import gradsync, torch
@@ -88,7 +87,7 @@ def synchronize(
     >>> sync.close()
     """
     chosen = resolve_strategy(strategy)
-    settings = Settings(
+    settings = EngineSettings(
         accumulate=accumulate,
         accumulation=accumulation,
         bucket_bytes=chosen.bucket_bytes if bucket_bytes is None else bucket_bytes,
@@ -100,8 +99,8 @@ def synchronize(
     if comm is None:
         comm = connect(timeout_s=timeout_s)
     elif timeout_s is not None:
-        raise ValueError("timeout_s goes with the communicator: say it to gradsync.connect(), not beside comm=.")
-    own = comm.clone()
+        raise ValueError("timeout_s belongs to the communicator: pass it to gradsync.connect(), not beside comm=.")
+    own = comm.unchecked().clone()  # its calls follow the plan, on which all ranks agree
     agreed = {
         "strategy": spec.render(chosen),
         **vars(settings),
@@ -118,8 +117,14 @@ def synchronize(
         scaler=scaler,
         schedules=[scheduler] if isinstance(scheduler, LRScheduler) else list(scheduler),
     )
-    recorder = start_recording(own, training.params, strategy=spec.render(chosen), bucket_bytes=bucket_bytes)
-    engine = Engine(training, chosen, own, settings, sparse=sparse_names, recorder=recorder)
+    recorder = start_recording(
+        own, training.params, strategy=spec.render(chosen), sent=chosen.bytes_per_step, bucket_bytes=bucket_bytes
+    )
+    try:
+        engine = Engine(training, chosen, own, settings, sparse=sparse_names, recorder=recorder)
+    except BaseException:
+        own.close()
+        raise
     if is_compiled_whole(model):
         log.info(
             "the model is compiled as a whole, so all its gradients come at the end of backward and nothing overlaps; "
@@ -144,9 +149,9 @@ class Synchronizer:
 
     def __init__(self, engine: Engine, comm: Communicator) -> None:
         self._engine = engine
-        self._feed = comm.feed
+        self._source = batch_source(comm)
         self._guard = ScalerGuard(engine) if engine.training.scaler is not None else None
-        self._unsubscribe = self._feed.subscribe(engine.join)
+        self._unsubscribe = self._source.subscribe(engine.join)
         self._closed = False
 
     @property
@@ -173,10 +178,10 @@ class Synchronizer:
         return self._engine.synchronized
 
     def set_weight(self, weight: float | torch.Tensor) -> None:
-        """Say how many samples or tokens the mean loss of the next backward stands for; 1 unless said, each time anew.
+        """Set how many samples or tokens the mean loss of the next backward covers; default: 1. It applies once.
 
         The gradient becomes Σ w·g / Σ w over ranks and over the backwards of an accumulation. With
-        :func:`gradsync.shard` the number of samples is the weight by itself; what is said here comes first.
+        :func:`gradsync.shard` the weight is the number of samples; a weight that is set here takes precedence.
 
         >>> import gradsync, torch
         >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -192,9 +197,26 @@ class Synchronizer:
             raise ValueError(f"a weight is a count of samples or tokens: finite, and not below 0; got {value}.")
         self._engine.set_weight(value)
 
+    def set_batch(self, number: int) -> None:
+        """Set which batch the next backward is of: ranks with different numbers raise :class:`gradsync.OutOfStep`.
+
+        :func:`gradsync.shard` sets it by itself. With a loader of your own it lets gradsync find a rank that has
+        skipped a batch; else the ranks would go on with different batches.
+
+        >>> import gradsync, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> with gradsync.synchronize(model, torch.optim.SGD(model.parameters(), lr=0.1)) as sync:
+        ...     for number, batch in enumerate(torch.randn(3, 8, 2)):
+        ...         sync.set_batch(number)
+        ...         model(batch).sum().backward()
+        """
+        if number < 0:
+            raise ValueError(f"a batch's number is 0 or more; got {number}.")
+        self._engine.batch.user_number = BatchNumber(-1, int(number))
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it backwards only gather gradients; the first one outside synchronizes them all.
+        """Within it backwards only accumulate gradients; the first one outside synchronizes them all.
 
         The result is the mean over the backwards (see ``accumulation`` of :func:`synchronize`).
 
@@ -228,14 +250,14 @@ class Synchronizer:
         ...     for x in torch.ones(3, 1):
         ...         model(x).sum().backward()
         """
-        with self._feed.joining(self._engine.join):
+        with self._source.joining(self._engine.join):
             yield
 
     def settle(self) -> None:
         """Bring the replicas together now: before evaluating, saving, or at the end of training. Blocks.
 
         All ranks call it, between steps. Afterwards they hold the same parameters. Under ``allreduce`` they always do,
-        and this does nothing; under strategies that talk less often, or later, what is pending is exchanged.
+        and this does nothing; under strategies that communicate less often, or later, what is pending is exchanged.
 
         >>> import gradsync, torch
         >>> model = torch.nn.Linear(2, 1)
@@ -245,7 +267,7 @@ class Synchronizer:
         self._engine.guard(self._engine.strategy.settle)
 
     def stats(self) -> dict[str, Any]:
-        """What the synchronization is and costs, in plain numbers.
+        """What synchronizes the model, and what it costs, as plain data.
 
         >>> import gradsync, torch
         >>> model = torch.nn.Linear(2, 1)
@@ -254,8 +276,8 @@ class Synchronizer:
         >>> stats["strategy"], stats["transport"], stats["bytes_per_step"]
         ('allreduce', 'solo', 0)
 
-        ``breakdown``: where the time of a step goes, by the mean of the last ones, in seconds that add up (see
-        docs/profiling.md). ``busy_s``: what each rank itself needed for a step; the ``straggler`` needed the most.
+        ``breakdown``: where the time of a step goes, averaged over the last steps, in seconds that add up (see
+        docs/how_to/profiling.md). ``busy_s``: each rank's own time for a step; the ``straggler`` needed the most.
         """
         engine = self._engine
         return {
@@ -275,7 +297,7 @@ class Synchronizer:
 
     @property
     def record(self) -> Recorder:
-        """The notes of the last steps on this rank: see :class:`gradsync.profiling.Recorder`.
+        """The records of the last steps on this rank: see :class:`gradsync.profiling.Recorder`.
 
         >>> import gradsync, torch
         >>> model = torch.nn.Linear(2, 1)
@@ -286,14 +308,15 @@ class Synchronizer:
         """
         recorder = self._engine.recorder
         if not isinstance(recorder, Recorder):
-            raise ValueError("nothing is recorded here: set_recording(enabled=False) was said before synchronize().")
+            raise ValueError("nothing is recorded here: set_recording(enabled=False) was called before synchronize().")
         return recorder
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the synchronizer must have to go on bit for bit: clock, plan, strategy state, by parameter name.
+        """What the synchronizer needs to continue bit for bit: clock, plan, strategy state, by parameter name.
 
-        Between steps of exact training it is the same on every rank. With a codec it also holds what this rank still
-        owes the others, and within an accumulation the gradients that it has gathered: so then each rank saves its own.
+        Between steps of exact training it is the same on every rank. What is this rank's alone (a codec's residuals,
+        gradients of an open accumulation) is under ``own``, by rank: save what all ranks have, by
+        :meth:`gather_state_dict`, by ``torch.distributed.checkpoint``, or in a file a rank.
 
         >>> import gradsync, torch
         >>> model = torch.nn.Linear(2, 1)
@@ -306,37 +329,36 @@ class Synchronizer:
         ...     sync.stats()["step"]
         1
         """
-        return {
-            "version": VERSION,
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "strategy": spec.render(self._engine.strategy),
-            **self._engine.state_dict(),
-            "strategy_state": self._engine.strategy.state_dict(),
-        }
+        strategy = self._engine.strategy
+        tree = {**self._engine.state_dict(), "strategy_state": strategy.state_dict()}
+        return saved_state.pack(tree, strategy, rank=self.rank, world_size=self.world_size)
 
-    def gather_state_dict(self) -> list[dict[str, Any]]:
-        """The ``state_dict`` of every rank, in rank order, on every rank: for one file that holds all. Blocks.
+    def gather_state_dict(self, dst: int | None = 0) -> dict[str, Any]:
+        """A ``state_dict`` with the own parts of all ranks, for one file: on rank ``dst`` alone. Blocks.
 
-        All ranks call it, between steps. ``load_state_dict`` takes the list, with any number of ranks.
+        All ranks call it, between steps. The other ranks send theirs one after the other, and get an empty dict. With
+        ``dst=None`` every rank gets all of it, which takes as much memory on each. ``load_state_dict`` takes it with
+        any number of ranks.
 
         >>> import gradsync, torch
         >>> model = torch.nn.Linear(2, 1)
         >>> sync = gradsync.synchronize(model, torch.optim.SGD(model.parameters(), lr=0.1), "allreduce(codec=int8)")
-        >>> [state["rank"] for state in sync.gather_state_dict()]
-        [0]
+        >>> list(sync.gather_state_dict()["own"])
+        ['rank0']
         >>> sync.close()
         """
-        own, comm = self.state_dict(), self._engine.comm
-        return [broadcast_object(comm, own if rank == comm.rank else None, rank) for rank in range(comm.world_size)]
+        comm = self._engine.comm
+        if dst is not None and not 0 <= dst < comm.world_size:
+            raise ValueError(f"dst must be a rank, 0 to {comm.world_size - 1}, or None for all; got {dst=}.")
+        return saved_state.gather(self.state_dict(), comm, dst)
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """Take back what ``state_dict`` gave, on every rank.
+        """Load what ``state_dict`` returned, on every rank.
 
-        Given a list of what *all* ranks have saved, in rank order, each takes its own. With another number of ranks
-        what the codecs still owe is handed on: old rank q's to rank q mod ``world_size``: none is lost.
+        Given what *all* ranks have saved, by ``gather_state_dict`` or as a list, each takes its own. With another
+        number of ranks the codecs' residuals are redistributed, those of old rank q to rank q mod ``world_size``.
         """
-        chosen = own_state(state, self._engine.strategy, rank=self.rank, world_size=self.world_size)
+        chosen = saved_state.own_state(state, self._engine.strategy, rank=self.rank, world_size=self.world_size)
         self._engine.load_state_dict(chosen)
         self._engine.strategy.load_state_dict(chosen["strategy_state"])
 

@@ -1,4 +1,4 @@
-"""Steps and networks whose costs can be reckoned by hand."""
+"""Steps and networks whose costs can be computed by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LAYERS, NUMEL = 10, 1_000_000  # ten gradients of 4 MB: 40 MB in all
 
 
 def network(rate: float = 100e6, **changes: Any) -> Network:
-    """A link that moves so many bytes a second, and costs nothing else."""
+    """A link that moves ``rate`` bytes a second, and costs nothing else."""
     plain = Network(name="by hand", bytes_per_s=rate, busy_bytes_per_s=rate, call_s=0.0, busy_call_s=0.0)
     return replace(plain, latency_s=0.0, cpu_s_per_byte=0.0, **changes)
 

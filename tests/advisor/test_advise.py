@@ -1,4 +1,4 @@
-"""What the adviser recommends: exact ones unless allowed, nothing where nothing helps, and why."""
+"""The advisor's recommendations: exact choices unless others are allowed, and no change where nothing helps."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 
 from gradsync.advisor import Choice, Cost, Costs, Measurement, Network, advise, default_choices, scaling
+from gradsync.advisor.comm_pattern import comm_pattern_of
 from gradsync.advisor.convergence import MEASURED, REFERENCE_STEP, convergence_of
-from gradsync.advisor.meaning import meaning_of
 from tests.advisor.steps import measurement, network
 
 FAST, SLOW = network(1e12), network(20e6)
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
-def test_on_a_fast_network_it_says_change_nothing() -> None:
+def test_advise_changes_nothing_on_a_fast_network() -> None:
     advice = advise(measurement(), FAST, allow="all")
     assert not advice.change
     assert advice.best is advice.now
     assert advice.sentence == "your step is 100 % compute: change nothing"
 
 
-def test_what_changes_the_maths_is_shown_and_not_recommended_unless_allowed() -> None:
+def test_advise_shows_inexact_choices_without_recommending_them() -> None:
     advice = advise(measurement(), SLOW, recorded_on=FAST)
     shown = {str(row.choice): row for row in advice.rows}
     assert shown["allreduce(codec=int8)"].speedup > 2
@@ -34,14 +34,14 @@ def test_what_changes_the_maths_is_shown_and_not_recommended_unless_allowed() ->
     assert "no exact choice helps: change nothing, or allow `" in advice.sentence or advice.change
 
 
-def test_what_is_allowed_is_recommended_with_what_it_would_bring() -> None:
+def test_advise_recommends_allowed_choices() -> None:
     advice = advise(measurement(), SLOW, recorded_on=FAST, allow=["allreduce(codec=int8)"])
     assert str(advice.best.choice) == "allreduce(codec=int8)"
     assert advice.sentence.startswith("synchronization costs 59 % of your step; ")
     assert "`allreduce(codec=int8)` would take it to about " in advice.sentence
 
 
-def test_time_to_a_loss_counts_and_not_the_step() -> None:
+def test_advise_compares_time_to_loss_and_not_step_time() -> None:
     """PowerSGD's step is the shortest here, but it needs 1.4 times the steps."""
     texts = ["allreduce(codec=int4)", "allreduce(reducer=powersgd(rank=4))"]
     free = {"compressed(codec=int4) 2": Cost((0.0,)), "powersgd 2": Cost((0.0, 0.0))}
@@ -53,7 +53,7 @@ def test_time_to_a_loss_counts_and_not_the_step() -> None:
     assert str(advice.best.choice) == texts[0]
 
 
-def test_what_nobody_knows_the_convergence_of_must_be_named() -> None:
+def test_advise_recommends_unknown_convergence_only_by_name() -> None:
     link = network(2e6)  # so slow that an exchange every 50 steps is the shortest step by far
     choices = [Choice("local_sgd(every=50)"), Choice("allreduce(codec=int4)")]
     everything = advise(measurement(), link, recorded_on=FAST, allow="all", choices=choices)
@@ -64,8 +64,8 @@ def test_what_nobody_knows_the_convergence_of_must_be_named() -> None:
     assert str(named.best.choice) == "local_sgd(every=50)"
 
 
-def test_less_than_the_margin_is_not_worth_a_change() -> None:
-    link = network(64e6)  # 4 MiB buckets hide a little more than one of 25
+def test_advise_needs_a_fifth_of_the_margin_for_a_bucket_size() -> None:
+    link = network(64e6)  # small buckets hide a little more than one of 25 MiB
     choices = [Choice("allreduce", 1 << 20)]
     eager = advise(measurement(), link, recorded_on=FAST, choices=choices, margin=0.0)
     assert eager.change
@@ -74,7 +74,7 @@ def test_less_than_the_margin_is_not_worth_a_change() -> None:
         assert advise(measurement(), link, recorded_on=FAST, choices=choices, margin=margin).change is change
 
 
-def test_a_codec_must_bring_the_whole_margin() -> None:
+def test_advise_needs_the_whole_margin_for_a_codec() -> None:
     choices = [Choice("allreduce(codec=fp16)")]
     eager = advise(measurement(), SLOW, recorded_on=FAST, choices=choices, allow="all", margin=0.0)
     assert eager.change
@@ -84,7 +84,7 @@ def test_a_codec_must_bring_the_whole_margin() -> None:
         assert advice.change is change
 
 
-def test_stragglers_are_named_and_not_the_wire() -> None:
+def test_advise_distinguishes_stragglers_from_the_wire() -> None:
     advice = advise(measurement(exposed_s=0.3, waiting_s=0.29), FAST)
     assert "it is waiting for slower ranks and not the wire" in advice.sentence
     assert not advice.change
@@ -92,7 +92,7 @@ def test_stragglers_are_named_and_not_the_wire() -> None:
     assert "it is the wire, not the stragglers" in mixed.sentence
 
 
-def test_what_ran_comes_first_and_once_and_all_goes_through_json() -> None:
+def test_advice_lists_what_ran_first_and_survives_json() -> None:
     ran = Choice("allreduce(codec=int8)", 9 << 20)  # which is its usual size
     advice = advise(measurement(choice=ran), FAST)
     assert str(advice.now.choice) == "allreduce(codec=int8)"
@@ -108,12 +108,12 @@ def test_what_ran_comes_first_and_once_and_all_goes_through_json() -> None:
     assert Costs.from_dict(json.loads(json.dumps(costs.as_dict()))) == costs
 
 
-def test_it_is_pure() -> None:
+def test_advise_is_deterministic() -> None:
     one, other = (advise(measurement(), SLOW, recorded_on=FAST, allow="all") for _ in range(2))
     assert one == other
 
 
-def test_scaling_goes_from_two_to_a_thousand() -> None:
+def test_scaling_covers_2_to_1024_ranks() -> None:
     rows = scaling(measurement(), network(500e6), recorded_on=FAST)
     assert {row["choice"] for row in rows} == {str(choice) for choice in default_choices()}
     exact = [row for row in rows if row["choice"] == "allreduce"]
@@ -125,31 +125,31 @@ def test_scaling_goes_from_two_to_a_thousand() -> None:
     ("given", "said"),
     [({"allow": "everything"}, "'exact', 'all' or a list"), ({"world_size": 0}, "at least 1")],
 )
-def test_a_mistake_is_said(given: dict[str, Any], said: str) -> None:
+def test_advise_refuses_bad_arguments(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         advise(measurement(), FAST, **given)
 
 
-def test_every_choice_says_what_is_known_of_its_convergence() -> None:
+def test_convergence_of_every_default_choice_is_known() -> None:
     for choice in default_choices():
-        known = convergence_of(meaning_of(choice.strategy))
+        known = convergence_of(comm_pattern_of(choice.strategy))
         assert known.risk != "unknown", f"{choice} needs a line in convergence.py"
         assert known.note
 
 
-def test_the_table_of_steps_to_a_loss_is_what_the_benchmark_measured() -> None:
-    """The committed curves, read again: of each spec the newest."""
+def test_convergence_table_agrees_with_the_benchmark() -> None:
+    """Recompute the factors from the committed curves; of each spec the newest counts."""
     factors: dict[str, float] = {}
     for path in sorted(RESULTS.glob("*convergence.json")):
         curves = json.loads(path.read_text())["curves"]
         exact = curves["allreduce"]
         target = exact["loss"][exact["steps"].index(REFERENCE_STEP)]
         for text, curve in curves.items():
-            if convergence_of(meaning_of(text)) in MEASURED.values():
+            if convergence_of(comm_pattern_of(text)) in MEASURED.values():
                 factors[text] = _steps_to(curve, target) / REFERENCE_STEP
     for text, factor in factors.items():
-        assert convergence_of(meaning_of(text)).steps_factor == pytest.approx(factor, abs=0.03), text
-    assert {convergence_of(meaning_of(text)) for text in factors} == set(MEASURED.values())
+        assert convergence_of(comm_pattern_of(text)).steps_factor == pytest.approx(factor, abs=0.03), text
+    assert {convergence_of(comm_pattern_of(text)) for text in factors} == set(MEASURED.values())
 
 
 def _steps_to(curve: dict[str, list[float]], target: float) -> float:
@@ -157,4 +157,4 @@ def _steps_to(curve: dict[str, list[float]], target: float) -> float:
     for (before, high), (after, low) in itertools.pairwise(pairs):
         if low <= target:
             return before + (high - target) / (high - low) * (after - before)
-    raise AssertionError("it never got there")
+    raise AssertionError("the curve never reached the target")

@@ -1,4 +1,4 @@
-"""Predictions: what is recorded is met, and what changes with a choice, a network, a number of ranks."""
+"""Predictions: they reproduce the recorded step, and change with the choice, the network and the number of ranks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 
 from gradsync import spec
 from gradsync.advisor import CannotPredict, Choice, Cost, Costs, calibrate, predict
-from gradsync.advisor.cost_model import LEAST_SCALE
-from gradsync.advisor.meaning import meaning_of
-from gradsync.bucket import MIB
+from gradsync.advisor.comm_pattern import comm_pattern_of
+from gradsync.advisor.cost_model import MIN_SCALE
+from gradsync.buckets.bucket import MIB
 from gradsync.strategies.allreduce import AllReduce
 from tests.advisor.steps import LAYERS, NUMEL, measurement, network
 
@@ -19,18 +19,18 @@ FREE = Costs(copy=0.0, by_strategy={"compressed(codec=int8) 2": Cost((0.0,), 0.0
 
 @pytest.mark.parametrize("rate", [50e6, 200e6, 1e12])
 @pytest.mark.parametrize("exposed_s", [0.0, 0.2, 5.0])
-def test_what_ran_is_predicted_to_take_as_long_as_it_took(rate: float, exposed_s: float) -> None:
+def test_predict_reproduces_the_recorded_step(rate: float, exposed_s: float) -> None:
     step, link = measurement(exposed_s=exposed_s), network(rate)
     compute = calibrate(step, link, FREE)
     found = predict(compute, step.choice, link, FREE, world_size=2)
-    # What no scale of backward can go below: the wire, from the first gradient on.
-    least_s = step.forward_s + 0.06 * LEAST_SCALE + 40e6 / rate + step.after_s
+    # The lower bound for any scale of backward: the wire, from the first gradient on.
+    least_s = step.forward_s + 0.06 * MIN_SCALE + 40e6 / rate + step.after_s
     assert step.step_s * 0.999 <= found.step_s <= max(step.step_s, 1.2 * least_s) * 1.001
     if rate == 1e12:
         assert found.step_s == pytest.approx(step.step_s, rel=1e-3)
 
 
-def test_a_slower_wire_shows_as_far_as_it_does_not_hide() -> None:
+def test_predict_exposes_a_slower_wire() -> None:
     step = measurement()
     compute = calibrate(step, network(1e12), FREE)
     # 40 MB at 40 MB/s is a second from the first gradient (0.36 s) on, and 0.1 s of optimizer
@@ -41,7 +41,7 @@ def test_a_slower_wire_shows_as_far_as_it_does_not_hide() -> None:
     assert found.share == pytest.approx(0.46 / 1.46, rel=0.01)
 
 
-def test_what_a_link_does_worse_takes_longer() -> None:
+def test_predict_applies_exchange_and_large_shares() -> None:
     compute = calibrate(measurement(), network(1e12), FREE)
     slow = network(4e6)
     for choice, change in (("allreduce(codec=int8)", {"exchange_share": 0.5}), ("allreduce", {"large_share": 0.5})):
@@ -56,7 +56,7 @@ def test_what_a_link_does_worse_takes_longer() -> None:
     assert exact[0] == exact[1], "small all-reduces are neither"
 
 
-def test_small_buckets_start_sooner_and_pay_for_every_call() -> None:
+def test_predict_small_buckets_start_sooner_and_pay_per_call() -> None:
     compute = calibrate(measurement(), network(1e12), FREE)
     cheap, dear = network(60e6), network(60e6, call_s=0.5, busy_call_s=0.5)
     small, large = Choice("allreduce", 4_000_000), Choice("allreduce", 100 * MIB)
@@ -70,7 +70,7 @@ def test_small_buckets_start_sooner_and_pay_for_every_call() -> None:
     )
 
 
-def test_fewer_bytes_help_by_what_they_save_and_cost_what_they_take() -> None:
+def test_predict_weighs_saved_bytes_against_codec_time() -> None:
     compute = calibrate(measurement(), network(1e12), FREE)
     slow = network(20e6)
     exact = predict(compute, Choice("allreduce"), slow, FREE, world_size=2)
@@ -83,14 +83,14 @@ def test_fewer_bytes_help_by_what_they_save_and_cost_what_they_take() -> None:
     )
 
 
-def test_codecs_that_read_gradients_where_they_lie_save_the_copy() -> None:
+def test_predict_saves_the_copy_for_codecs_that_read_in_place() -> None:
     costs = Costs(copy=1e-9, by_strategy=FREE.by_strategy)
     compute = calibrate(measurement(), network(1e12), costs)
     found = predict(compute, Choice("allreduce(codec=int8)"), network(1e12), costs, world_size=2)
     assert found.step_s == pytest.approx(1.0 - 0.04, rel=1e-4)
 
 
-def test_a_run_under_a_codec_predicts_the_exact_one_too() -> None:
+def test_predict_exact_from_a_run_with_a_codec() -> None:
     costs = Costs(copy=1e-9, by_strategy={"compressed(codec=int8) 2": Cost((2e-9,), 1e-9)})
     step = measurement(choice=Choice("allreduce(codec=int8)"), exposed_s=0.04)
     compute = calibrate(step, network(1e12), costs)
@@ -101,21 +101,21 @@ def test_a_run_under_a_codec_predicts_the_exact_one_too() -> None:
 
 @pytest.mark.parametrize("text", ["allreduce", "allreduce(codec=int8)", "allreduce(codec=topk(density=0.01))"])
 @pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_bytes_are_what_the_strategy_itself_counts(text: str, world_size: int) -> None:
-    from gradsync.advisor.cost_model import _META, _shadow_plan
+def test_predicted_bytes_are_those_of_the_strategy(text: str, world_size: int) -> None:
+    from gradsync.advisor.cost_model import _META_COMM, _meta_plan
 
     step = measurement()
     compute = calibrate(step, network(), FREE)
     found = predict(compute, Choice(text), network(), Costs.typical(), world_size=world_size)
     strategy = spec.parse(text)
     assert isinstance(strategy, AllReduce)
-    plan = _shadow_plan(step.gradients, strategy.bucket_bytes, step.first_bucket_bytes)
-    strategy.attach(plan, _META)
+    plan = _meta_plan(step.gradients, strategy.bucket_bytes, step.first_bucket_bytes)
+    strategy.attach(plan, _META_COMM)
     strategy.comm = type("Comm", (), {"world_size": world_size})()
     assert found.bytes_per_step == strategy.bytes_per_step()
 
 
-def test_more_ranks_send_more_and_wait_longer() -> None:
+def test_predict_grows_with_the_number_of_ranks() -> None:
     compute = calibrate(measurement(), network(1e12), FREE)
     link = network(100e6)
     steps = [predict(compute, Choice("allreduce"), link, FREE, world_size=size) for size in (1, 2, 4, 64, 1024)]
@@ -124,19 +124,19 @@ def test_more_ranks_send_more_and_wait_longer() -> None:
     assert steps[0].step_s == pytest.approx(1.0, rel=1e-4)
 
 
-def test_stragglers_are_waited_for_whatever_the_choice() -> None:
+def test_predict_keeps_waiting_for_stragglers() -> None:
     step = measurement(exposed_s=0.3, waiting_s=0.3)
     compute = calibrate(step, network(1e12), FREE)
     for text in ("allreduce", "allreduce(codec=int8)"):
         assert predict(compute, Choice(text), network(1e12), FREE, world_size=2).step_s == pytest.approx(1.3, rel=0.01)
 
 
-def test_what_no_model_knows_is_said_to_be_unknown() -> None:
+def test_predict_refuses_unknown_strategies() -> None:
     class Odd(AllReduce):
         pass
 
     spec.register("strategy", "test_odd_one")(Odd)
-    assert meaning_of("test_odd_one").kind == "gradients"  # a kind of all-reduce is one
+    assert comm_pattern_of("test_odd_one").kind == "gradients"  # a kind of all-reduce is one
     compute = calibrate(measurement(), network(), FREE)
     from gradsync.strategies.local import Local
 
@@ -149,13 +149,13 @@ def test_what_no_model_knows_is_said_to_be_unknown() -> None:
         predict(compute, Choice("test_stays_alone"), network(), FREE, world_size=2)
 
 
-def test_a_cost_that_was_not_measured_is_asked_for() -> None:
+def test_predict_refuses_a_cost_that_was_not_measured() -> None:
     compute = calibrate(measurement(), network(), FREE)
     with pytest.raises(ValueError, match=r"allreduce\(codec=int4\).*measure_costs"):
         predict(compute, Choice("allreduce(codec=int4)"), network(), FREE, world_size=2)
 
 
-def test_gradients_of_unknown_time_are_spread_by_their_bytes() -> None:
+def test_increments_spread_unknown_times_by_bytes() -> None:
     from dataclasses import replace
 
     step = measurement()
@@ -166,6 +166,6 @@ def test_gradients_of_unknown_time_are_spread_by_their_bytes() -> None:
 
 
 @pytest.mark.parametrize("broken", [{"gradients": ()}, {"forward_s": -1.0}, {"backward_s": float("nan")}])
-def test_a_measurement_that_can_not_be_is_refused(broken: dict[str, object]) -> None:
+def test_measurement_refuses_impossible_values(broken: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="got"):
         measurement(**broken)

@@ -1,4 +1,4 @@
-"""Measuring the network and the choices' arithmetic: sound figures, the same on all ranks, with real collectives."""
+"""Measuring the network and the choices' arithmetic by real collectives: plausible figures, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import pytest
 from gradsync.advisor import Choice, Gradient, Network, measure_costs, measure_network
 from gradsync.advisor.costs import _sample
 from gradsync.advisor.network import rate_of
-from gradsync.comm import Communicator, connect, run_ranks
+from gradsync.comm import Communicator, connect
+from gradsync.testing import run_ranks
 
 GRADIENTS = (Gradient("weight", (256, 300)), Gradient("bias", (300,)))
 CHOICES = [Choice("allreduce"), Choice("allreduce(codec=int8)"), Choice("allreduce(reducer=powersgd(rank=1))")]
 
 
-def test_all_ranks_get_the_same_sound_network() -> None:
+def test_measure_network_agrees_on_all_ranks() -> None:
     found = run_ranks(3, lambda comm: measure_network(comm, seconds=0.2, name="here"))
     assert found[0] == found[1] == found[2]
     assert found[0].name == "here"
@@ -28,7 +29,7 @@ def test_all_ranks_get_the_same_sound_network() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_costs_are_rehearsed_and_agreed_on(world_size: int) -> None:
+def test_measure_costs_agrees_on_all_ranks(world_size: int) -> None:
     def measure(comm: Communicator) -> object:
         return measure_costs(GRADIENTS, CHOICES, world_size=comm.world_size, comm=comm)
 
@@ -44,8 +45,8 @@ def test_costs_are_rehearsed_and_agreed_on(world_size: int) -> None:
         assert len(other.stages) == (1 if "int8" in choice.strategy and world_size == 3 else 2)
 
 
-def test_a_sample_is_like_the_model() -> None:
-    """Weights and biases take turns: half of a model by number could be all its biases."""
+def test_sample_has_the_proportions_of_the_model() -> None:
+    """Weights and biases alternate: half of a model's tensors could be all its biases."""
     model = [
         Gradient(f"{kind}{at}", (512, 512) if kind == "weight" else (512,))
         for at in range(40)
@@ -62,24 +63,24 @@ def test_a_sample_is_like_the_model() -> None:
     assert _sample(model, total) == model
 
 
-def test_of_a_large_model_a_part_is_rehearsed() -> None:
+def test_measure_costs_samples_a_large_model() -> None:
     many = [Gradient(f"weight{at}", (512, 512)) for at in range(200)]  # 200 MB
     costs = measure_costs(many, [Choice("allreduce(codec=fp16)")], sample_bytes=4 << 20)
     assert costs.of("allreduce(codec=fp16)", world_size=2).finish > 0
 
 
-def test_a_world_of_one_has_no_network() -> None:
+def test_measure_network_refuses_a_single_rank() -> None:
     with pytest.raises(ValueError, match="a world of one"):
         measure_network(connect())
 
 
 @pytest.mark.parametrize("text", ["", "fast", "1", "0gbit", "1 parsec", "-1gbit"])
-def test_a_rate_that_is_none_is_refused(text: str) -> None:
+def test_rate_of_refuses_other_texts(text: str) -> None:
     with pytest.raises(ValueError, match="such as 100mbit"):
         rate_of(text)
 
 
-def test_another_link_keeps_what_the_software_costs_and_gets_no_faster() -> None:
+def test_network_at_another_rate_gets_no_faster() -> None:
     here = Network(name="here", bytes_per_s=500e6, busy_bytes_per_s=200e6, cpu_s_per_byte=1e-9, burst_bytes=1e6)
     slow, fast = here.at("1gbit"), here.at("100gbit")
     assert slow.bytes_per_s == slow.busy_bytes_per_s == pytest.approx(119e6)

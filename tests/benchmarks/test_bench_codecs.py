@@ -1,4 +1,4 @@
-"""bench_codecs: a short run, the plain versions do what the codecs do, and known figures give known speeds."""
+"""bench_codecs: a short run, the plain versions agree with the codecs, and known times give known speeds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradsync import spec
 from gradsync.codecs import Payload, Residual
 
 
-def test_a_short_run_gives_a_table_and_a_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_codecs_writes_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     threads = torch.get_num_threads()
     asked = ["--codecs", "int8; fp16", "--modes", "ours,eager", "--size", "64KB", "--rounds", "3"]
     try:
@@ -31,7 +31,7 @@ def test_a_short_run_gives_a_table_and_a_json(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("text", PLAIN)
-def test_the_plain_versions_do_what_the_codecs_do(text: str) -> None:
+def test_bench_codecs_plain_versions_agree_with_the_codecs(text: str) -> None:
     codec, (encode, decode) = spec.parse(text, kind="codec"), PLAIN[text]
     x = torch.randn(8192, generator=torch.Generator().manual_seed(0))
     before = 0.1 * x.flip(0)
@@ -46,7 +46,7 @@ def test_the_plain_versions_do_what_the_codecs_do(text: str) -> None:
     assert different.double().mean() < (0.003 if "topk" in text else 1e-4)
 
 
-def test_speeds_are_sizes_over_medians() -> None:
+def test_bench_codecs_speeds_are_sizes_over_medians() -> None:
     taken = {
         "ours": {"encode_s": [0.5, 1.0, 1.5], "decode_s": [1.0, 1.0, 1.0]},
         "eager": {"encode_s": [5.0, 8.0, 11.0], "decode_s": [1.0, 2.0, 4.0]},

@@ -1,4 +1,4 @@
-"""bench_collectives: a real run of two ranks, and what it makes of figures that are known."""
+"""bench_collectives: a real run of two ranks, and its summary of known times."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from benchmarks.bench_collectives import summarize
-from benchmarks.collectives_worker import PERIOD, VARIANTS, fill, find_mistake, pattern_of
-from benchmarks.sizes import KB, MB, parse_size
-from benchmarks.yardsticks import YARDSTICKS
-from tests.launching import run_launched
+from benchmarks.support.sizes import KB, MB, parse_size
+from benchmarks.support.yardsticks import YARDSTICKS
+from benchmarks.workers.collectives import PERIOD, VARIANTS, fill, find_mistake, pattern_of
+from tests.support.launching import run_launched
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "bench_collectives.py"
 MEASURED = ("memcpy", "gloo", "mpi", "bucket", "tensor")
-ROUNDS = 3  # the fewest that an interval can be told from
+ROUNDS = 3  # the fewest for an interval
 
 
-def test_two_ranks_give_a_table_a_json_and_a_plot(tmp_path: Path) -> None:
+def test_bench_collectives_writes_a_table_json_and_plot(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--ranks", "2", "--sizes", "4KB,1MB", "--rounds", str(ROUNDS)]
     command += ["--variants", ",".join(MEASURED), "--output", str(tmp_path)]
     done = run_launched(command, timeout_s=100)
@@ -53,7 +53,7 @@ def _call_s(bucket: float, tensor: float) -> dict[str, dict[str, list[float]]]:
     return {name: {str(MB): [much * second for second in drift]} for name, much in takes.items()}
 
 
-def test_speeds_and_ratios_are_those_of_the_rounds() -> None:
+def test_bench_collectives_computes_speeds_and_ratios() -> None:
     row = summarize(_call_s(bucket=0.25, tensor=2.0))[MB]
     assert row["gloo"]["median_call_s"] == pytest.approx(8e-3)
     assert row["gloo"]["gb_per_s"] == pytest.approx(MB / 1e9 / 8e-3)
@@ -63,7 +63,7 @@ def test_speeds_and_ratios_are_those_of_the_rounds() -> None:
     assert "times_as_fast_as" not in row["mpi"]
 
 
-def test_yardsticks_are_met_or_missed_by_the_size() -> None:
+def test_yardsticks_are_judged_by_size() -> None:
     def verdicts(bucket: float, tensor: float) -> list[str]:
         return [yardstick.judge(summarize(_call_s(bucket, tensor)))[0] for yardstick in YARDSTICKS]
 
@@ -81,7 +81,7 @@ def test_yardsticks_are_met_or_missed_by_the_size() -> None:
 
 
 @pytest.mark.parametrize("numel", [7, PERIOD, 3 * PERIOD + 5])
-def test_a_wrong_value_is_found_wherever_it_is(numel: int) -> None:
+def test_check_finds_a_wrong_value_anywhere(numel: int) -> None:
     total = pattern_of(0) + pattern_of(1)
     tensor = torch.empty(numel)
     fill(tensor, total)
@@ -93,7 +93,7 @@ def test_a_wrong_value_is_found_wherever_it_is(numel: int) -> None:
     assert find_mistake(tensor, total)
 
 
-def test_sizes_are_read_as_people_write_them() -> None:
+def test_parse_sizes_accepts_common_notations() -> None:
     assert [parse_size(text) for text in ("4KB", "64 kb", "1M", "100MB", "4096")] == [
         4 * KB,
         64 * KB,

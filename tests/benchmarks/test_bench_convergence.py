@@ -12,23 +12,23 @@ import pytest
 from benchmarks import bench_convergence
 from benchmarks.bench_convergence import curves, main, summarize
 from tests.examples.test_char_lm import run_example
-from tests.launching import launch_instead_of_starting
-from tests.ranks import run_processes
+from tests.support.launching import launch_gradsync_by_fork
+from tests.support.ranks import run_processes
 
 SPECS = ["allreduce", "allreduce(codec=int8)"]
 SMALL = "--batch 4 --layers 1 --width 64 --heads 2 --context 16"
 
 
-def test_a_short_run_gives_a_table_a_json_and_a_plot(
+def test_bench_convergence_writes_a_table_json_and_plot(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch_instead_of_starting(monkeypatch)
+    launch_gradsync_by_fork(monkeypatch)
     launch = bench_convergence.launch
 
     def launch_one(script: list[str], options: Any, *, sync: str) -> None:
         """The example's own strategy needs no launcher; starting its workers would take most of the time."""
         if sync == SPECS[0]:
-            run_processes(options.workers, run_example, script[1:], timeout_s=50)
+            run_processes(options.workers, run_example, script[1:], timeout_s=180)
         else:
             launch(script, options, sync=sync)
 
@@ -74,7 +74,7 @@ def _log(loss: float, *, steps: int = 4, sent: int = 100) -> dict[str, Any]:
         ([1.0, 2.0, float("nan")], float("nan"), "missed"),
     ],
 )
-def test_the_mean_of_the_seeds_decides(losses: list[float], percent: float, verdict: str) -> None:
+def test_bench_convergence_judges_by_the_mean_of_the_seeds(losses: list[float], percent: float, verdict: str) -> None:
     exact = {seed: _log(loss) for seed, loss in enumerate([1.0, 2.0, 3.0])}
     row = summarize({"allreduce": exact, SPECS[1]: {seed: _log(loss) for seed, loss in enumerate(losses)}})[SPECS[1]]
     assert row["percent_above_first"] == pytest.approx(percent, nan_ok=True)
@@ -82,7 +82,7 @@ def test_the_mean_of_the_seeds_decides(losses: list[float], percent: float, verd
     assert summarize({"allreduce": exact, "other": exact})["other"]["verdict"] == ""
 
 
-def test_curves_are_means_at_each_evaluation() -> None:
+def test_bench_convergence_averages_curves_at_each_evaluation() -> None:
     assert curves({0: _log(1.0, sent=100), 1: _log(3.0, sent=300)}) == {
         "steps": [2, 4],
         "seconds": [1.0, 2.0],
@@ -91,7 +91,7 @@ def test_curves_are_means_at_each_evaluation() -> None:
     }
 
 
-def test_a_call_that_is_stopped_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_convergence_resumes_a_stopped_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained: list[tuple[str, int]] = []
 
     def train(text: str, seed: int, options: Any) -> dict[str, Any]:
@@ -122,13 +122,13 @@ def test_a_call_that_is_stopped_goes_on_where_it_was(tmp_path: Path, monkeypatch
     assert call("--seeds", "0") == [(text, 0) for text in SPECS], "it is another text by the same name"
 
 
-def test_a_file_that_is_no_kept_run_is_told(tmp_path: Path) -> None:
+def test_bench_convergence_refuses_a_foreign_file(tmp_path: Path) -> None:
     (tmp_path / "allreduce 0.json").write_text('{"run"')
-    with pytest.raises(SystemExit, match=r"allreduce 0\.json holds no run that was kept: .* Take it away\."):
+    with pytest.raises(SystemExit, match=r"allreduce 0\.json holds no run that was kept: .* Remove it\."):
         main(["--specs", "allreduce", "--seeds", "0", "--runs", str(tmp_path), "--no-save"])
 
 
-def test_a_run_that_fails_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_bench_convergence_reports_a_failed_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     fails = """sh -c 'echo "$@" >&2; exit 3' sh"""  # in place of the launcher: how that fails is tested with it
     asked = ["--specs", "allreduce", "--seeds", "0", "--model", "--breadth 3", "--under", fails]
     with pytest.raises(SystemExit, match=r"allreduce, seed 0: .*code 3"):

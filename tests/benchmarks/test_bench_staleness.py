@@ -1,4 +1,4 @@
-"""The benchmark of late gradients, made small: what it measures, and what it says about it."""
+"""bench_staleness, made small: its data, its tuning, and its report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from benchmarks.bench_staleness import (
 )
 
 
-def test_the_workers_share_the_digits_and_have_the_same_number_of_batches() -> None:
+def test_bench_staleness_shards_the_digits_evenly() -> None:
     options = parse(["--workers", "3", "--epochs", "2", "--batch", "20"])
     parts = load()
     assert [len(x) for x, _ in parts] == [len(y) for _, y in parts] == [NUM_TRAINED, NUM_TUNED, 360]
@@ -33,10 +33,10 @@ def test_the_workers_share_the_digits_and_have_the_same_number_of_batches() -> N
     each = [list(batches(train, options, 0, rank)) for rank in range(3)]
     assert [len(part) for part in each] == [2 * (NUM_TRAINED // 3 // 20)] * 3
     rows = [row for part in each for x, _ in part[: len(part) // 2] for row in x]
-    assert len(torch.stack(rows).unique(dim=0)) == len(rows)  # nobody reads what another does, nor anything twice
+    assert len(torch.stack(rows).unique(dim=0)) == len(rows)  # no digit is read twice, by one worker or by two
 
 
-def test_the_rate_is_the_smallest_of_those_that_are_as_good_as_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_staleness_takes_the_smallest_good_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     accuracies = {0.1: 0.90, 0.2: 0.957, 0.4: 0.96, 0.8: 0.5}
     asked: list[int] = []
 
@@ -51,7 +51,7 @@ def test_the_rate_is_the_smallest_of_those_that_are_as_good_as_the_best(monkeypa
     assert asked == [NUM_TUNED] * 4  # never the digits of the test
 
 
-def test_it_trains_in_every_mode_and_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_staleness_trains_in_every_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--workers", "3", "--batch", "16", "--epochs", "4", "--seeds", "0", "--rates", "0.25"]
     main([*options, "--out", str(tmp_path)])
     (path,) = tmp_path.glob("*-staleness.json")

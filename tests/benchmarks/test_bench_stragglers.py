@@ -1,4 +1,4 @@
-"""bench_stragglers: the workers measure what they say, and known measurements give known verdicts."""
+"""bench_stragglers: a real run of its workers, and known measurements give known verdicts."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import bench_stragglers, straggler_worker
+from benchmarks import bench_stragglers
 from benchmarks.bench_stragglers import joint_losses, largest_difference, main, parse, run_of, seconds_to, summarize
-from tests.ranks import run_processes
+from benchmarks.workers import stragglers
+from tests.support.ranks import run_processes
 
 TITLES = ["allreduce", "allreduce, balance=True", "asynchronous"]
 
 
 def _work(plan: str, folder: str) -> None:
-    sys.argv = ["straggler_worker.py", "--plan", plan, "--out", folder]
-    straggler_worker.main()
+    sys.argv = ["stragglers.py", "--plan", plan, "--out", folder]
+    stragglers.main()
 
 
-def test_workers_train_for_some_seconds_and_tell_what_they_did(tmp_path: Path) -> None:
+def test_straggler_worker_trains_and_reports(tmp_path: Path) -> None:
     text, plan = tmp_path / "text", tmp_path / "plan"
     text.write_bytes(b"one two three " * 2900)
     options = parse(["--seconds", "0.8", "--sample-ms", "4", "--batch", "4", "--width", "8", "--context", "8"])
@@ -44,9 +45,9 @@ def test_workers_train_for_some_seconds_and_tell_what_they_did(tmp_path: Path) -
 
 
 def measured_of(rate: float, losses: list[float], *, offset: float = 0.0) -> dict[str, Any]:
-    """What two ranks that share a rate would have told after ten seconds."""
+    """The measurements of two ranks that share a rate, after ten seconds."""
     steps = [[second + 1.0, round(rate / 2), 2.0 + offset] for second in range(10)]
-    steps.append([10.5, 1000, 2.0 + offset])  # it was over too late to count
+    steps.append([10.5, 1000, 2.0 + offset])  # it ended too late to count
     return {
         "steps": [steps, steps],
         "evals": [[10.0 * at / (len(losses) - 1), loss] for at, loss in enumerate(losses)],
@@ -61,13 +62,13 @@ def measured_of(rate: float, losses: list[float], *, offset: float = 0.0) -> dic
     [
         ("asynchronous", measured_of(440, [5.0, 3.0, 1.0]), "met"),
         ("asynchronous", measured_of(436, [5.0, 3.0, 1.0]), "missed"),  # 2.18 times
-        ("asynchronous", measured_of(440, [5.0, 4.9, 4.8]), "missed"),  # faster, but never there
+        ("asynchronous", measured_of(440, [5.0, 4.9, 4.8]), "missed"),  # faster, but it never reaches the loss
         ("allreduce, balance=True", measured_of(320, [5.0, 3.0, 1.0]), "met"),
         ("allreduce, balance=True", measured_of(320, [5.0, 3.0, 1.0], offset=0.01), "missed"),  # not the same loss
-        ("gossip", measured_of(200, [5.0, 5.0]), ""),  # nothing was asked of it
+        ("gossip", measured_of(200, [5.0, 5.0]), ""),  # it has no target
     ],
 )
-def test_the_verdict(title: str, other: dict[str, Any], verdict: str) -> None:
+def test_bench_stragglers_verdict(title: str, other: dict[str, Any], verdict: str) -> None:
     runs = {"allreduce": {0: measured_of(200, [5.0, 4.0, 3.0])}, title: {0: other}}
     summary = summarize("permanent", runs, 10.0)
     assert summary["allreduce"]["samples_per_s"] == pytest.approx(200)
@@ -75,7 +76,7 @@ def test_the_verdict(title: str, other: dict[str, Any], verdict: str) -> None:
     assert summary[title]["verdict"] == verdict
 
 
-def test_when_a_loss_is_reached() -> None:
+def test_bench_stragglers_finds_when_a_loss_is_reached() -> None:
     evals = [[0.0, 5.0], [1.0, 4.0], [2.0, 2.0], [3.0, 3.0]]
     assert seconds_to(evals, 3.0) == 1.5
     assert seconds_to(evals, 6.0) == 0.0
@@ -83,7 +84,7 @@ def test_when_a_loss_is_reached() -> None:
     assert largest_difference([1.0, 2.0, 3.0], [1.0, 2.5]) == pytest.approx(0.2)
 
 
-def test_a_table_a_json_and_a_plot(
+def test_bench_stragglers_writes_a_table_json_and_plot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rates = dict(zip(TITLES, (200, 400, 600), strict=True))

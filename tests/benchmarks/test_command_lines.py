@@ -1,4 +1,4 @@
-"""The benchmarks' command lines: what makes no sense is refused before anything runs, and says what would."""
+"""The benchmarks' command lines: bad options are refused before anything runs, with an error that names the fix."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks import bench_codecs, bench_collectives, bench_convergence, bench_step, bench_stragglers
+from benchmarks import (
+    bench_codecs,
+    bench_collectives,
+    bench_convergence,
+    bench_step,
+    bench_stragglers,
+    bench_versions,
+    compare_losses,
+)
 
 
 @pytest.mark.parametrize(
@@ -35,9 +43,14 @@ from benchmarks import bench_codecs, bench_collectives, bench_convergence, bench
         (bench_stragglers, ["--only", "nobody"], "got 'nobody'"),
         (bench_stragglers, ["--seeds", "one"], "--seeds: expected whole numbers, such as 0,1,2; got 'one'"),
         (bench_stragglers, ["--workers", "1"], "--workers must be 2 or more"),
+        (bench_versions, ["--old", "/no/where"], "--old must be a checkout"),
+        (bench_versions, ["--old", ".", "--cases", "pigeon"], "--cases must be of"),
+        (compare_losses, ["--old", "/no/where"], "--old must be a checkout"),
+        (compare_losses, ["--old", ".", "--transports", "pigeon"], "--transports must be of"),
+        (compare_losses, ["--old", ".", "--only", "int9"], "--only must be a part of a case's name"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
+def test_benchmarks_refuse_bad_options(
     bench: ModuleType, arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

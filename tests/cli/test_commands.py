@@ -1,4 +1,4 @@
-"""The command line as a person types it, where no worker needs to start."""
+"""``gradsync run`` and ``gradsync info`` on the command line, where no worker needs to start."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from gradsync import spec
+from gradsync.cli.launch.capacity import free_bytes
 from gradsync.cli.main import main
 
 
@@ -30,7 +32,7 @@ def test_version_and_help() -> None:
     assert {"run", "info"} <= set(gradsync("--help").output.split())
 
 
-def test_help_of_run_has_our_options_first_and_all_of_torchruns() -> None:
+def test_run_help_lists_own_options_first_and_all_of_torchruns() -> None:
     shown = gradsync("run", "--help").output
     ours, torchruns = shown.split("torchrun's options:")
     for option in ("-n, --nproc-per-node", "-m, --module", "--sync SPEC", "--timeout-s", "--prefix", "--verbose"):
@@ -38,6 +40,39 @@ def test_help_of_run_has_our_options_first_and_all_of_torchruns() -> None:
     for option in ("--nnodes", "--node-rank", "--rdzv-endpoint", "--master-port", "--max-restarts", "--standalone"):
         assert option in torchruns
     assert "_" not in "".join(word for word in shown.split() if word.startswith("--"))
+    words = " ".join(ours.split())
+    assert "[default: 1]" in words.partition("-m, --module")[0], "the default number of workers"
+    builtin = [name for name in spec.names("strategy") if not name.startswith("test_")]  # other tests register theirs
+    for name in (*builtin, "c10d, shm, hierarchical"):
+        assert name in words
+
+
+def test_run_warns_of_too_many_workers(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradsync.cli.run._launch", lambda *given, **named: 0)
+    monkeypatch.setattr("gradsync.cli.run.free_bytes", lambda: 22 << 30)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    many = " ".join(gradsync("run", "-n", "100", script).output.split())
+    assert many.startswith("warning: 100 workers share 2 cores")
+    assert "warning: 100 workers need at least 26 GiB of memory (each 270 MiB, without the model" in many
+    assert gradsync("run", "-n", "2", script).output == ""
+
+
+def test_free_bytes_of_machine_and_container(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:       24000000 kB\nMemAvailable:       1000 kB\n")
+    assert free_bytes(meminfo, tmp_path) == 1000 << 10
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("70000\n")
+    assert free_bytes(meminfo, tmp_path) == 1000 << 10
+    (tmp_path / "memory.max").write_text("100000\n")
+    assert free_bytes(meminfo, tmp_path) == 30000
+    stat = tmp_path / "memory.stat"
+    stat.write_text("anon 20000\nfile 50000\ninactive_file 45000\nactive_file 5000\n")
+    assert free_bytes(meminfo, tmp_path) == 75000, "the kernel frees inactive file cache"
+    stat.write_text("inactive_file 90000\n")
+    assert free_bytes(meminfo, tmp_path) == 100000, "never more than the limit"
+    assert free_bytes(tmp_path / "none", tmp_path / "none") is None
 
 
 @pytest.mark.parametrize(
@@ -54,9 +89,10 @@ def test_help_of_run_has_our_options_first_and_all_of_torchruns() -> None:
         (["--nnodes", "a"], "invalid literal for int()"),
         (["--no-python", "--sync", "allreduce"], "--sync and --timeout-s reach Python scripts only"),
         (["--keep-going", "--max-restarts", "1"], "Choose one"),
+        (["--nnodes", "2"], "expected the address of node 0 for --nnodes 2; got none"),
     ],
 )
-def test_a_mistake_is_said_before_any_worker_starts(
+def test_run_refuses_bad_options_before_any_worker_starts(
     script: str, arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "environ", os.environ.copy())
@@ -65,14 +101,14 @@ def test_a_mistake_is_said_before_any_worker_starts(
     assert said in result.output
 
 
-def test_a_script_that_is_not_there() -> None:
+def test_run_refuses_a_missing_script() -> None:
     result = gradsync("run", "nowhere.py")
     assert result.exit_code == 2
     assert "there is no file 'nowhere.py'" in result.output
     assert "Missing argument 'SCRIPT'" in gradsync("run", "-n", "2").output
 
 
-def test_info_tells_what_there_is() -> None:
+def test_info_lists_the_machine() -> None:
     found: dict[str, Any] = json.loads(gradsync("info", "--json").output)
     assert found["versions"]["torch"] == torch.__version__
     assert found["backends"]["gloo"] is True
@@ -83,10 +119,11 @@ def test_info_tells_what_there_is() -> None:
     assert "allreduce" in found["strategies"]
 
 
-def test_info_says_which_transport_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_info_names_the_transport_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
     found = json.loads(gradsync("info", "--json").output)
     assert found["place"] == {"rank": 1, "world size": 4, "on this host": 1, "source": "torchrun"}
     assert found["transport"]["auto"] == "c10d"
@@ -96,7 +133,7 @@ def test_info_says_which_transport_and_why(monkeypatch: pytest.MonkeyPatch) -> N
     assert "gloo: yes" in shown
 
 
-def test_info_survives_half_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_info_survives_an_incomplete_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "7")
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert "RANK must be below WORLD_SIZE" in json.loads(gradsync("info", "--json").output)["transport"]["why"]

@@ -9,7 +9,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from gradsync.cli.main import main
-from tests.launching import launch_instead_of_starting
+from gradsync.compare import Curve, summarize
+from gradsync.compare.page import headline
+from gradsync.compare.summary import base_of
+from tests.support.launching import launch_gradsync_by_fork
 
 SCRIPT = """
 import sys, torch, gradsync
@@ -36,16 +39,17 @@ def compare(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["compare", *arguments], prog_name="gradsync")
 
 
-def test_each_runs_as_long_and_one_that_fails_leaves_the_others(
+def test_compare_runs_each_strategy_and_survives_a_failure(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch_instead_of_starting(monkeypatch)
+    launch_gradsync_by_fork(monkeypatch)
     output = tmp_path / "report.html"
     specs = "allreduce(codec=fp16); onebit_adam"
     result = compare("-n", "2", script, "--sync", specs, "--steps", "6", "--output", str(output), "--", "0.1")
     assert result.exit_code == 1, "one of them failed"
-    assert "onebit_adam goes with Adam or AdamW; got SGD" in result.output
-    assert "A loss counts as reached in the first tenth" in result.output, "what a column means is said with it"
+    assert "onebit_adam requires Adam or AdamW; got SGD" in result.output
+    said = " ".join(result.output.split())
+    assert "A loss counts as reached in the first tenth" in said, "the table explains its columns"
     figures = json.loads(output.with_suffix(".json").read_text())
     good, failed = figures["runs"]
     assert good["steps"] == 6
@@ -71,14 +75,77 @@ def test_each_runs_as_long_and_one_that_fails_leaves_the_others(
         (["-n", "2", "--sync", "allreduce", "--output", "/no/where.html", "SCRIPT"], "there is no folder /no"),
     ],
 )
-def test_a_mistake_is_said_before_anything_runs(arguments: list[str], said: str, script: str) -> None:
+def test_compare_refuses_bad_options_before_any_run(arguments: list[str], said: str, script: str) -> None:
     result = compare(*[script if word == "SCRIPT" else word for word in arguments])
     assert result.exit_code in (1, 2)
     assert said in " ".join(result.output.split())
 
 
-def test_a_lab_that_can_not_be_had_is_said(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradsync.cli.compare.why_unavailable", lambda: "a lab needs root")
+def test_compare_reports_an_unavailable_lab(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradsync.cli.compare.lab_unavailable_reason", lambda: "a lab needs root")
     result = compare("-n", "2", "--sync", "allreduce", "--link", "1gbit", script)
     assert result.exit_code == 1
     assert "a lab needs root" in result.output
+
+
+def test_compare_refuses_an_unwritable_output_before_any_run(script: str) -> None:
+    result = compare("-n", "2", "--sync", "allreduce", "--output", "/proc/compare.html", script)
+    assert result.exit_code == 2
+    assert "/proc/compare.html can't be written" in result.output
+
+
+def test_compare_prints_results_that_it_can_not_write(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "report.html"
+
+    def run_one(*given: object, **named: object) -> Curve:
+        output.mkdir()  # a folder of that name appears during the runs
+        return curve([4.0, 3.0, 2.0, 1.0])
+
+    monkeypatch.setattr("gradsync.cli.compare.run_one", run_one)
+    result = compare("-n", "2", "--sync", "allreduce", "--output", str(output), script)
+    assert result.exit_code == 1
+    assert "loss at the end" in result.output
+    assert f"{output} can't be written: Is a directory." in result.output
+
+
+def curve(losses: list[float], *, pace: float = 1.0, not_yet: str = "") -> Curve:
+    steps = tuple(range(1, len(losses) + 1))
+    return Curve(steps, tuple(pace * at for at in steps), tuple(float(at) for at in steps), tuple(losses), not_yet)
+
+
+def test_headline_names_the_winner_and_its_convergence() -> None:
+    noisy = [4.0 + 0.1 * (-1) ** at for at in range(200)]
+    curves = {
+        "allreduce": curve(noisy),
+        "allreduce(codec=int8)": curve([loss + 0.01 for loss in noisy], pace=0.5),
+        "allreduce(codec=sign)": curve([loss + 0.4 for loss in noisy], pace=0.6),
+        "onebit_adam": curve(noisy, pace=0.25, not_yet="still in its warm-up of 1000 steps, which are exact"),
+    }
+    base = base_of(curves)
+    assert base[0] == "allreduce"
+    rows = {text: summarize(text, each, target=None, base=base) for text, each in curves.items()}
+    assert [row.convergence for row in rows.values()] == [
+        "exact",
+        "same loss within noise",
+        "changes the training: loss 10 % above allreduce's",
+        "not seen: still in its warm-up of 1000 steps, which are exact",
+    ]
+    runs = [row.as_dict() for row in rows.values()]
+    assert headline(runs, None) == (
+        "allreduce(codec=int8) has the shortest step: 2.00 times as fast as allreduce (same loss within noise). "
+        "onebit_adam is not judged: still in its warm-up of 1000 steps, which are exact."
+    )
+
+
+def test_headline_leaves_out_runs_that_are_not_judged() -> None:
+    why = "still in its warm-up of 1000 steps, which are exact"
+    idle = summarize("onebit_adam", curve([4.0] * 9, not_yet=why), target=None).as_dict()
+    slow = summarize("slow", curve([4.0] * 9), target=None).as_dict()
+    fast = summarize("fast", curve([4.0] * 9, pace=0.5), target=None).as_dict()
+    said = f"onebit_adam is not judged: {why}."
+    assert headline([idle, slow, fast], None) == f"fast has the shortest step: 2.00 times as fast as slow. {said}"
+    for judged in ([slow], []):
+        nothing = headline([idle, *judged, idle], None)
+        assert nothing.startswith("There is nothing to compare: fewer than two runs can be judged. " + said)

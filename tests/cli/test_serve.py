@@ -18,10 +18,11 @@ from torch import nn
 import gradsync
 from gradsync.cli.main import main
 from gradsync.comm.base import Solo
-from gradsync.server.keyfiles import peer_keys, server_keys, worker_keys
-from tests.launching import GRADSYNC, Launched, run_launched
+from gradsync.messaging.key_folder import peer_keys, server_keys, worker_keys
+from gradsync.messaging.keys import KeyPair
+from tests.support.launching import GRADSYNC, Launched, run_launched
 
-START_S = 60.0  # importing torch on a busy machine
+START_S = 180.0  # importing torch on a busy machine
 
 
 def run(*arguments: str) -> Result:
@@ -41,7 +42,7 @@ def test_keys_are_made_for_their_owner_only_and_never_overwritten(tmp_path: Path
     assert {file.name: file.read_text() for file in folder.iterdir()} == before
 
 
-def test_the_keys_of_a_folder_belong_together(tmp_path: Path) -> None:
+def test_key_folder_keys_match_each_other(tmp_path: Path) -> None:
     run("keys", str(tmp_path / "keys"))
     server, worker, peer = (read(tmp_path / "keys") for read in (server_keys, worker_keys, peer_keys))
     assert worker.server == peer.server == server.own.public
@@ -49,7 +50,7 @@ def test_the_keys_of_a_folder_belong_together(tmp_path: Path) -> None:
     assert len({server.own.secret, worker.own.secret}) == 2
 
 
-def test_keys_that_others_may_read_or_that_are_not_there_are_refused(tmp_path: Path) -> None:
+def test_key_folder_refuses_missing_and_world_readable_keys(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no key .*worker.key. Make the keys once: gradsync keys"):
         worker_keys(tmp_path)
     run("keys", str(tmp_path / "keys"))
@@ -58,14 +59,37 @@ def test_keys_that_others_may_read_or_that_are_not_there_are_refused(tmp_path: P
         worker_keys(tmp_path / "keys")
 
 
-@pytest.mark.parametrize("bind", ["127.0.0.1:port", ":5555", "127.0.0.1:99999"])
-def test_a_place_that_is_none_is_refused(bind: str) -> None:
-    refused = run("serve", "--bind", bind)
+@pytest.mark.parametrize("bind", ["127.0.0.1:port", ":5555", "127.0.0.1:99999", "::1", "[::1]x:5"])
+def test_serve_refuses_a_bad_address(bind: str) -> None:
+    refused = run("serve", "--open", "--bind", bind)
     assert refused.exit_code != 0
     assert "expected HOST or HOST:PORT" in refused.output
 
 
-def test_what_run_can_not_serve_is_refused(tmp_path: Path) -> None:
+def test_serve_without_keys_needs_open(tmp_path: Path) -> None:
+    for options in ([], ["--open", "--keys", str(tmp_path)]):
+        refused = run("serve", *options)
+        assert refused.exit_code != 0
+        assert "Give --keys FOLDER" in refused.output
+        assert "--open" in refused.output
+
+
+def test_key_folder_refuses_a_file(tmp_path: Path) -> None:
+    run("keys", str(tmp_path / "keys"))
+    file = tmp_path / "keys" / "worker.key"
+    for read in (server_keys, worker_keys, peer_keys):
+        with pytest.raises(
+            ValueError, match=r"keys is a folder .* got the file .*worker.key. Give the folder: keys=.*keys'"
+        ):
+            read(file)
+    with pytest.raises(ValueError, match="expected a file with a pair of keys; got the folder"):
+        KeyPair.read(tmp_path / "keys")
+    refused = run("serve", "--keys", str(file))
+    assert refused.exit_code != 0
+    assert "keys is a folder" in refused.output
+
+
+def test_run_refuses_servers_that_it_can_not_start(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit('no worker should have started')")
     assert "got no --servers" in run("run", "--keys", str(tmp_path), str(script)).output
@@ -79,7 +103,7 @@ def step(sync: gradsync.Synchronizer, model: nn.Module, optimizer: torch.optim.O
     optimizer.step()
 
 
-def test_a_server_of_its_own_serves_keeps_strangers_out_and_ends_when_told(tmp_path: Path) -> None:
+def test_serve_refuses_other_keys_and_ends_on_sigterm(tmp_path: Path) -> None:
     folder = tmp_path / "keys"
     run("keys", str(folder))
     command = [*GRADSYNC, "serve", "--keys", str(folder), "--snapshots", str(tmp_path / "snapshots")]
@@ -115,8 +139,9 @@ SCRIPT = """
 
     def kill_server():
         launcher = os.environ["GRADSYNC_LAUNCHER_PID"]
-        warden, = subprocess.check_output(["pgrep", "-P", launcher, "-f", "gradsync.cli.shards"], text=True).split()
-        first, _ = subprocess.check_output(["pgrep", "-P", warden], text=True).split()
+        servers = ["pgrep", "-P", launcher, "-f", "gradsync.cli.launch.servers"]
+        supervisor, = subprocess.check_output(servers, text=True).split()
+        first, _ = subprocess.check_output(["pgrep", "-P", supervisor], text=True).split()
         os.kill(int(first), signal.SIGKILL)
 
     model = torch.nn.Linear(4, 2)
@@ -135,7 +160,34 @@ SCRIPT = """
 """
 
 
-def test_under_run_a_killed_worker_is_forgotten_and_a_killed_server_comes_back(tmp_path: Path) -> None:
+def test_run_servers_refuse_connections_without_keys(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent("""
+            import torch
+            import gradsync
+            from gradsync.comm.base import Solo
+
+            model = torch.nn.Linear(4, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            with gradsync.synchronize(model, optimizer, "parameter_server", timeout_s=30) as sync:
+                address, = sync.stats()["servers"]
+                for way in address.split():
+                    other = torch.nn.Linear(4, 2)
+                    own = torch.optim.SGD(other.parameters(), lr=0.01)
+                    strategy = f"parameter_server(servers=[{way!r}], open=True)"
+                    try:
+                        gradsync.synchronize(other, own, strategy, comm=Solo(timeout_s=1))
+                    except gradsync.GradSyncError as error:
+                        print("refused:", error)
+        """)
+    )
+    done = run_launched([*GRADSYNC, "run", "-n", "1", "--servers", "1", str(script)], cwd=tmp_path, timeout_s=START_S)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("refused:") == 2, done.stdout
+
+
+def test_run_servers_survive_a_killed_worker_and_a_killed_server(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
     command = [*GRADSYNC, "run", "-n", "2", "--servers", "2", str(script)]

@@ -1,4 +1,4 @@
-"""Arrays that are hard on a sparse codec, and the law that none of them may break."""
+"""Arrays that are difficult for a sparse codec, and a check that decoded values plus residual are the input."""
 
 from __future__ import annotations
 
@@ -32,19 +32,21 @@ def array(kind: str, numel: int, dtype: torch.dtype = torch.float32, seed: int =
 
 
 def empty_payload(codec: Codec, numel: int, dtype: torch.dtype = torch.float32) -> Payload:
-    """Room for a payload, with rubbish in it."""
+    """A payload buffer filled with garbage."""
     return Payload(torch.full((codec.encoded_bytes(numel, dtype),), 0xA5, dtype=torch.uint8))
 
 
-def sent(codec: Codec, payload: Payload, like: Tensor, *, key: int = 0) -> Tensor:
-    """What a payload says."""
+def decoded(codec: Codec, payload: Payload, like: Tensor, *, key: int = 0) -> Tensor:
+    """The values of a payload."""
     out = torch.full_like(like, 7.0)
     codec.decode(payload, out, key=key)
     return out
 
 
-def check_law(codec: Codec, x: Tensor, *, gain: float = 1.0, key: int = 0, exactly: bool = True) -> Tensor:
-    """Encode, in place and not, with and without a residual; return what was sent when there was one."""
+def check_residual_completes_sent(
+    codec: Codec, x: Tensor, *, gain: float = 1.0, key: int = 0, exact: bool = True
+) -> Tensor:
+    """Encode with a residual in place, a separate one and none; returns the values sent with a residual."""
     before = (array("normal", x.numel(), x.dtype, seed=5) * 0.3).to(x.dtype)
     y = x * gain + before
     apart, after = empty_payload(codec, x.numel(), x.dtype), torch.full_like(x, 7.0)
@@ -53,14 +55,17 @@ def check_law(codec: Codec, x: Tensor, *, gain: float = 1.0, key: int = 0, exact
     codec.encode(x, same, gain=gain, residual=Residual(residual, residual), key=key)
     assert torch.equal(apart, same)
     assert torch.equal(after, residual)
-    out = sent(codec, same, x, key=key)
-    if exactly:
+    out = decoded(codec, same, x, key=key)
+    if exact:
         assert torch.equal(out + after, y)
     else:
         torch.testing.assert_close(out + after, y, rtol=1e-6, atol=1e-6 * float(y.abs().max()))
-    forgetful, whole = empty_payload(codec, x.numel(), x.dtype), empty_payload(codec, x.numel(), x.dtype)
-    codec.encode(y, forgetful, key=key)
-    codec.encode(y, whole, residual=Residual(torch.zeros_like(y), after), key=key)
-    assert torch.equal(forgetful, whole)
-    assert torch.equal(forgetful, same)
+    without_residual, with_zero_residual = (
+        empty_payload(codec, x.numel(), x.dtype),
+        empty_payload(codec, x.numel(), x.dtype),
+    )
+    codec.encode(y, without_residual, key=key)
+    codec.encode(y, with_zero_residual, residual=Residual(torch.zeros_like(y), after), key=key)
+    assert torch.equal(without_residual, with_zero_residual)
+    assert torch.equal(without_residual, same)
     return out

@@ -1,4 +1,4 @@
-"""fp16 and bf16: torch's own rounding, sums on the way, and the rest in the residual."""
+"""fp16 and bf16: the rounding of torch, sums of payloads, and the rounding error in the residual."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ each_cast = pytest.mark.parametrize("codec", [Fp16(), Bf16()], ids=str)
 
 @each_cast
 @pytest.mark.parametrize("numel", [0, 1, 3, 4, 100_003])
-def test_it_is_the_cast_of_torch_and_zero_behind(codec: Cast, numel: int) -> None:
+def test_encode_casts_as_torch_and_zeroes_the_padding(codec: Cast, numel: int) -> None:
     x = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
     payload = Payload(torch.full((codec.encoded_bytes(numel),), 0xA5, dtype=torch.uint8))
     codec.encode(x, payload, gain=0.3)
     short = payload.view(codec.sums_as)
     assert torch.equal(short[:numel], (x * 0.3).to(codec.sums_as))
     assert short[numel:].numel() == -numel % 4
-    assert not short[numel:].any(), "payloads are added up, what fills them too"
+    assert not short[numel:].any(), "the padding is summed, too"
 
 
 @each_cast
-def test_the_residual_is_exactly_what_was_rounded_away(codec: Cast) -> None:
-    x, left = torch.randn(50_000, generator=torch.Generator().manual_seed(0)), torch.zeros(50_000)
+def test_residual_is_exactly_the_rounding_error(codec: Cast) -> None:
+    x, residual = torch.randn(50_000, generator=torch.Generator().manual_seed(0)), torch.zeros(50_000)
     payload = Payload(torch.empty(codec.encoded_bytes(50_000), dtype=torch.uint8))
-    codec.encode(x, payload, residual=Residual(left, left))
+    codec.encode(x, payload, residual=Residual(residual, residual))
     out = torch.empty_like(x)
     codec.decode(payload, out)
-    assert torch.equal(out + left, x)
-    assert left.any()
+    assert torch.equal(out + residual, x)
+    assert residual.any()
 
 
-def test_the_gain_comes_before_the_cast() -> None:
+def test_gain_is_applied_before_the_cast() -> None:
     """4 ranks with 40000 each: the sum would be inf in float16, the mean is not."""
     codec, x = Fp16(), torch.full((8,), 40_000.0)
     total = torch.zeros(8, dtype=torch.float16)

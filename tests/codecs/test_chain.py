@@ -1,4 +1,4 @@
-"""A chain encodes what a sparse codec keeps, and gives back to the residual what the next one loses."""
+"""A chain encodes the values that a sparse codec keeps, and adds the next codec's error to the residual."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradsync.codecs.quantize import Int4, Int8
 from gradsync.codecs.randomk import RandomK
 from gradsync.codecs.sign import Sign
 from gradsync.codecs.topk import TopK
-from tests.codecs.arrays import KINDS, array, empty_payload, sent
+from tests.codecs.arrays import KINDS, array, decoded, empty_payload
 
 CHAINS = [
     Chain(TopK(density=0.1), Int8()),
@@ -27,40 +27,40 @@ CHAINS = [
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "huge"])  # sums of those are inf in some codecs
 @pytest.mark.parametrize("codec", CHAINS, ids=str)
-def test_nothing_is_lost(codec: Chain, kind: str) -> None:
+def test_residual_completes_the_decoded_values(codec: Chain, kind: str) -> None:
     for numel in (1, 33, 20_001):
         x, before = array(kind, numel), 0.3 * array("normal", numel, seed=5)
         y, residual = x * 0.37 + before, before.clone()
         payload = empty_payload(codec, numel)
         codec.encode(x, payload, gain=0.37, residual=Residual(residual, residual), key=2)
-        out = sent(codec, payload, x, key=2)
+        out = decoded(codec, payload, x, key=2)
         assert int((out != 0).sum()) <= codec.first.max_kept(numel)
         torch.testing.assert_close(out + residual, y, rtol=1e-6, atol=1e-6)
 
 
-def test_it_says_what_the_two_say() -> None:
+def test_chain_equals_its_two_codecs() -> None:
     x, codec = array("normal", 20_001), Chain(TopK(exact=True), Int8())
     payload = empty_payload(codec, x.numel())
     codec.encode(x, payload)
     where = torch.sort(x.abs(), descending=True, stable=True).indices[: codec.first.max_kept(x.numel())].sort().values
     inner = empty_payload(Int8(), where.numel())
     Int8().encode(x[where], inner)
-    expected = torch.zeros_like(x).index_copy(0, where, sent(Int8(), inner, x[where]))
-    assert torch.equal(sent(codec, payload, x), expected)
+    expected = torch.zeros_like(x).index_copy(0, where, decoded(Int8(), inner, x[where]))
+    assert torch.equal(decoded(codec, payload, x), expected)
 
 
-def test_fewer_values_than_there_is_room_for_do_not_spoil_the_scale() -> None:
+def test_scale_ignores_unused_capacity() -> None:
     """The sign's scale is a mean: zeros in it would make it too small."""
     x, codec = torch.zeros(10_000), Chain(TopK(), Sign())
     x[[5, 700, 9000]] = torch.tensor([2.0, -2.0, 2.0])
     payload = empty_payload(codec, 10_000)
     codec.encode(x, payload)
-    assert torch.equal(sent(codec, payload, x), x)
+    assert torch.equal(decoded(codec, payload, x), x)
 
 
 @pytest.mark.parametrize("codec", CHAINS, ids=str)
 @pytest.mark.parametrize("with_residual", [False, True])
-def test_merge_is_what_it_is_made_of(codec: Chain, with_residual: bool) -> None:
+def test_merge_equals_the_default_implementation(codec: Chain, with_residual: bool) -> None:
     x = array("normal", 5000)
     received = [empty_payload(codec, 5000) for _ in range(2)]
     for seed, payload in enumerate(received):
@@ -77,7 +77,7 @@ def test_merge_is_what_it_is_made_of(codec: Chain, with_residual: bool) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_comes_through(bad: float) -> None:
+def test_nonfinite_values_are_propagated(bad: float) -> None:
     codec, x = Chain(TopK(), Int8()), array("normal", 10_000)
     x[77] = bad
     payload = empty_payload(codec, 10_000)
@@ -85,7 +85,7 @@ def test_what_is_not_finite_comes_through(bad: float) -> None:
     assert codec.decode(payload, torch.empty(10_000)) is False
 
 
-def test_sixteen_bits_with_a_residual_of_32() -> None:
+def test_16_bit_values_with_a_32_bit_residual() -> None:
     x, residual, codec = array("normal", 3000, torch.bfloat16), 0.3 * array("normal", 3000, seed=5), CHAINS[0]
     y = x.float() * 0.5 + residual
     payload, out = empty_payload(codec, 3000, x.dtype), torch.empty_like(x)
@@ -95,7 +95,7 @@ def test_sixteen_bits_with_a_residual_of_32() -> None:
     torch.testing.assert_close(out.float() + residual, y, rtol=0.01, atol=1e-3)
 
 
-def test_every_byte_is_counted_and_written() -> None:
+def test_encoded_bytes_counts_everything_and_all_is_written() -> None:
     codec = Chain(TopK(), Int8())
     assert 4_000_000 / codec.encoded_bytes(1_000_000) > 175
     assert codec.encoded_bytes(0) == 0
@@ -112,13 +112,24 @@ def test_every_byte_is_counted_and_written() -> None:
         codec.decode(one, torch.empty(20_000))
 
 
-def test_it_sums_only_without_positions() -> None:
+def test_sums_as_is_none_if_positions_are_sent() -> None:
     assert Chain(RandomK(), Bf16()).sums_as == torch.bfloat16
     assert Chain(RandomK(), Int8()).sums_as is None
     assert Chain(TopK(), Bf16()).sums_as is None
 
 
-def test_it_warms_up_and_has_the_momentum_of_its_first() -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_residual_has_the_dtype_of_the_kept_values_on_its_way(dtype: torch.dtype) -> None:
+    codec = Chain(RandomK(density=0.1), Bf16())  # random-k keeps float32 whatever it is given
+    x, residual = array("normal", 20_001).to(dtype), torch.zeros(20_001, dtype=dtype)
+    payload = Payload(torch.zeros(codec.encoded_bytes(x.numel(), dtype), dtype=torch.uint8))
+    codec.encode(x, payload, residual=Residual(residual, residual), key=2)
+    sent = decoded(codec, payload, x, key=2)
+    assert sent.any()
+    assert torch.allclose(sent.double() + residual.double(), x.double(), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_chain_takes_warmup_and_momentum_from_its_first_codec() -> None:
     codec = Chain(Dgc(warmup_steps=100, momentum=0.8, clip_norm=2.0), Int8())
     assert (codec.momentum, codec.clip_norm) == (0.8, 2.0)
     assert codec.at(0) == Chain(TopK(density=0.25), Int8())
@@ -128,15 +139,15 @@ def test_it_warms_up_and_has_the_momentum_of_its_first() -> None:
     assert {still: 1}[Chain(TopK(), Int8())] == 1
 
 
-def test_erase() -> None:
+def test_erase_zeroes_the_sent_positions() -> None:
     codec, x = Chain(TopK(density=0.1), Int8()), array("rising", 1000)
     payload, mask = empty_payload(codec, 1000), torch.ones(1000)
     codec.encode(x, payload)
     codec.erase(payload, mask)
-    assert torch.equal(mask == 0, sent(codec, payload, x) != 0)
+    assert torch.equal(mask == 0, decoded(codec, payload, x) != 0)
 
 
-def test_what_can_be_chained() -> None:
+def test_chain_refuses_codecs_that_cannot_be_chained() -> None:
     codec = TopK()
     assert Chain(codec) is codec
     assert Chain(Int8()) == Int8()
@@ -150,7 +161,7 @@ def test_what_can_be_chained() -> None:
 
 
 @pytest.mark.parametrize("text", ["chain(topk(density=0.05), int8)", "chain(topk, randomk(density=0.5), int4)"])
-def test_specs(text: str) -> None:
+def test_spec_round_trip(text: str) -> None:
     codec = spec.parse(text, kind="codec")
     assert isinstance(codec, Chain)
     assert spec.render(codec) == text

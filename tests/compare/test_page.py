@@ -1,4 +1,4 @@
-"""The comparison's page in a real browser: curves with data, buttons that work, nobody asked, readable on a phone.
+"""The comparison's page in a real browser: it draws the curves, its buttons work, it loads nothing, it fits a phone.
 
 Skipped where there is no Chromium; where CI=true that is a failure.
 """
@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from gradsync.compare import Curve, Summary, summarize
-from gradsync.compare.page import render
+from gradsync.compare import ComparisonSummary, Curve, summarize
+from gradsync.compare.page import SENT, render
 from gradsync.compare.summary import common_loss
-from tests.browser import Browser, browser_or_skip
+from tests.support.browser import Browser, browser_or_skip
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +30,14 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     target = common_loss(list(curves.values()))
     runs = [summarize(name, curve, target=target).as_dict() for name, curve in curves.items()]
-    runs.append(Summary(strategy="onebit_adam", failure="ValueError: it goes with Adam").as_dict())
+    runs.append(ComparisonSummary(strategy="onebit_adam", failure="ValueError: it goes with Adam").as_dict())
     drawn = {name: {**vars(curve), "smoothed": curve.smoothed()} for name, curve in curves.items()}
     path = tmp_path_factory.mktemp("compare") / "compare.html"
-    path.write_text(render({"title": "train.py: 2 workers", "target_loss": target, "runs": runs, "curves": drawn}))
+    path.write_text(
+        render(
+            {"title": "train.py: 2 workers", "target_loss": target, "runs": runs, "curves": drawn, "sent": SENT[True]}
+        )
+    )
     return path
 
 
@@ -43,7 +47,7 @@ def browser() -> Iterator[Browser]:
         yield browser
 
 
-def test_it_draws_every_run_and_its_buttons_work(page_file: Path, browser: Browser) -> None:
+def test_page_draws_every_run_and_its_buttons_work(page_file: Path, browser: Browser) -> None:
     page = browser.open(page_file)
     count = "document.querySelectorAll('polyline.curve').length"
     assert page.value("document.querySelector('.headline').textContent") == (
@@ -67,7 +71,7 @@ def test_it_draws_every_run_and_its_buttons_work(page_file: Path, browser: Brows
     assert page.complaints == []
 
 
-def test_a_curve_tells_its_figures(page_file: Path, browser: Browser) -> None:
+def test_page_tooltip_shows_a_curves_figures(page_file: Path, browser: Browser) -> None:
     page = browser.open(page_file)
     page.value("document.getElementById('chart').scrollIntoView({block: 'center'})")
     x, y = page.value(
@@ -83,7 +87,7 @@ def test_a_curve_tells_its_figures(page_file: Path, browser: Browser) -> None:
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_it_can_be_read_on_a_phone_by_day_and_night(page_file: Path, browser: Browser, dark: bool) -> None:
+def test_page_fits_a_phone_in_light_and_dark(page_file: Path, browser: Browser, dark: bool) -> None:
     page = browser.open(page_file, width=360, height=740, dark=dark)
     assert page.value("document.documentElement.scrollWidth") <= 360
     ground, ink = (page.value(f"getComputedStyle(document.body).{what}") for what in ("backgroundColor", "color"))

@@ -1,4 +1,4 @@
-"""What every transport must do, however it moves the bytes: a list of checks that each rank of a group runs."""
+"""The contract of ``Communicator``, for every transport: a list of checks that each rank of a group runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsync.comm.base import REDUCE_OPS, Communicator, Loan
+from gradsync.comm.base import REDUCE_OPS, Communicator, SourceSlice, Work
+from gradsync.errors import OutOfStep
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64)
 PATIENCE_S = 20.0
@@ -21,13 +22,13 @@ CONTRACT: list[Check] = []
 
 
 def contract(check: Check) -> Check:
-    """Every rank runs it. What it returns must be the same, bit for bit, on all ranks."""
+    """Register a check. Every rank runs it; its result must be the same, bit for bit, on all ranks."""
     CONTRACT.append(check)
     return check
 
 
 def inputs(size: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
-    """What each rank brings: any rank can work out what all of them have."""
+    """Every rank's input, by rank: any rank can compute all of them."""
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.int64:
         return [torch.randint(-(2**40), 2**40, shape, generator=generator) for _ in range(size)]
@@ -67,26 +68,26 @@ def all_reduce_overwrites_with_the_reduction(comm: Communicator) -> list[Tensor]
 
 
 @contract
-def what_a_rank_lends_is_summed_to_the_same_bits(comm: Communicator) -> list[Tensor]:
+def all_reduce_from_gives_the_bits_of_all_reduce(comm: Communicator) -> list[Tensor]:
     results = []
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         for numel in (1, 100, 10_003):
             values = inputs(comm.world_size, (numel,), dtype, seed=numel)[comm.rank]
-            plain, lending = (comm.allocate(numel, dtype, torch.device("cpu")) for _ in range(2))
+            plain, sparse = (comm.allocate(numel, dtype, torch.device("cpu")) for _ in range(2))
             plain.copy_(values * 0.3)
-            lending.copy_(plain)
-            first, end = comm.own_part(lending)
+            sparse.copy_(plain)
+            first, end = comm.owned_range(sparse)
             third = (end - first) // 3 // 64 * 64
-            loans = []
-            for start, stop in ((first, first + third), (first + 2 * third, end)):  # what is between is in the buffer
-                loans.append(Loan(start, values[start:stop].clone(), 0.3))
-                lending[start:stop] = torch.nan
+            sources = []
+            for start, stop in ((first, first + third), (first + 2 * third, end)):  # the middle is in the buffer
+                sources.append(SourceSlice(start, values[start:stop].clone(), 0.3))
+                sparse[start:stop] = torch.nan
             comm.all_reduce(plain).wait()
-            comm.all_reduce_lent(lending, loans[::-1]).wait()
-            assert torch.equal(lending, plain)
-            results.append(lending)
+            comm.all_reduce_from(sparse, sources[::-1]).wait()
+            assert torch.equal(sparse, plain)
+            results.append(sparse)
     whole = comm.allocate(5, torch.float32, torch.device("cpu")).fill_(torch.nan)
-    Communicator.all_reduce_lent(comm, whole, [Loan(0, torch.arange(5.0), 0.5)]).wait()  # where nothing is lent
+    Communicator.all_reduce_from(comm, whole, [SourceSlice(0, torch.arange(5.0), 0.5)]).wait()  # the default copies
     assert torch.equal(whole, torch.arange(5.0) * 0.5 * comm.world_size)
     return results
 
@@ -116,7 +117,7 @@ def reduce_scatter_gives_each_rank_its_row(comm: Communicator) -> None:
 
 
 @contract
-def all_to_all_turns_rows_into_columns(comm: Communicator) -> None:
+def all_to_all_transposes_rows(comm: Communicator) -> None:
     for dtype in DTYPES:
         values = inputs(comm.world_size, (comm.world_size, 4), dtype)
         out = torch.empty(comm.world_size, 4, dtype=dtype)
@@ -139,7 +140,7 @@ def broadcast_copies_from_any_rank(comm: Communicator) -> list[Tensor]:
 
 
 @contract
-def send_and_recv_go_round_in_order(comm: Communicator) -> None:
+def send_and_recv_keep_their_order(comm: Communicator) -> None:
     if comm.world_size == 1:
         for call in (comm.send, comm.recv):
             with pytest.raises(ValueError, match="world of one"):
@@ -160,7 +161,7 @@ def send_and_recv_go_round_in_order(comm: Communicator) -> None:
 
 
 @contract
-def nothing_is_a_tensor_too(comm: Communicator) -> None:
+def collectives_accept_empty_tensors(comm: Communicator) -> None:
     n = comm.world_size
     for dtype in DTYPES:
         for shape in ((0,), (3, 0)):
@@ -175,7 +176,7 @@ def nothing_is_a_tensor_too(comm: Communicator) -> None:
 
 
 @contract
-def a_part_of_a_buffer_is_written_and_nothing_beside_it(comm: Communicator) -> Tensor:
+def all_reduce_of_a_slice_writes_only_the_slice(comm: Communicator) -> Tensor:
     values = inputs(comm.world_size, (10,), torch.float64)
     buffer = values[comm.rank].clone()
     comm.all_reduce(buffer[3:6]).wait()
@@ -186,7 +187,7 @@ def a_part_of_a_buffer_is_written_and_nothing_beside_it(comm: Communicator) -> T
 
 
 @contract
-def a_bad_call_is_refused_before_anything_is_sent(comm: Communicator) -> None:
+def collectives_refuse_bad_arguments_before_anything_is_sent(comm: Communicator) -> None:
     n = comm.world_size
     square, rows = torch.zeros(3, 3), torch.zeros(n, 3)
     apart = torch.zeros(3, 6)[:, ::2]
@@ -223,7 +224,82 @@ def a_bad_call_is_refused_before_anything_is_sent(comm: Communicator) -> None:
         except ValueError as error:
             got = str(error)
         assert re.search(message, got), f"call {number}: expected {message!r}; {got}"
-    broadcast_copies_from_any_rank(comm)  # and nobody is out of step
+    broadcast_copies_from_any_rank(comm)  # the ranks are still in step
+
+
+def _calls_that_differ(comm: Communicator) -> dict[str, Callable[[Communicator], object]]:
+    """By what differs: a call that rank 1 makes with another argument than the other ranks."""
+    n, odd = comm.world_size, comm.rank == 1
+
+    def gathered(group: Communicator, numel: int, dtype: torch.dtype = torch.float32) -> Work:
+        return group.all_gather(torch.zeros(numel, dtype=dtype), out=torch.zeros(n, numel, dtype=dtype))
+
+    def exchanged(group: Communicator, numel: int) -> Work:
+        return group.all_to_all(torch.zeros(n, numel), out=torch.zeros(n, numel))
+
+    wide = torch.float64 if odd else torch.float32
+    return {
+        "fewer values": lambda group: group.all_reduce(torch.ones(3 if odd else 40)),
+        "more values": lambda group: group.all_reduce(torch.ones(70_000 if odd else 40)),
+        "nothing": lambda group: group.all_reduce(torch.ones(0 if odd else 40)),
+        "dtype": lambda group: group.all_reduce(torch.ones(4, dtype=torch.int32 if odd else torch.float32)),
+        "op": lambda group: group.all_reduce(torch.ones(4), op="max" if odd else "sum"),
+        "kind": lambda group: gathered(group, 4) if odd else group.all_reduce(torch.ones(4)),
+        "root": lambda group: group.broadcast(torch.ones(4), 1 if odd else 0),
+        "values that are gathered": lambda group: gathered(group, 2 if odd else 9),
+        "dtype that is gathered": lambda group: gathered(group, 4, wide),
+        "values that are exchanged": lambda group: exchanged(group, 2 if odd else 9),
+        "values that are scattered": lambda group: group.reduce_scatter(
+            torch.zeros(n, 2 if odd else 9), out=torch.zeros(2 if odd else 9)
+        ),
+        "barrier": lambda group: group.barrier() if odd else group.all_reduce(torch.ones(1)),
+    }
+
+
+@contract
+def different_calls_raise_on_every_rank(comm: Communicator) -> list[str]:
+    if comm.world_size == 1:
+        return []
+    found = []
+    for name, call in _calls_that_differ(comm).items():
+        group = comm.clone()  # broken afterwards
+        ones = torch.ones(4)
+        group.all_reduce(ones).wait()
+        start_s = time.monotonic()
+        try:
+            work = call(group)
+            if isinstance(work, Work):
+                work.wait()
+            got = "no error"
+        except OutOfStep as error:
+            got = str(error)
+        assert re.search(r"the ranks make different calls: ranks? 0.* asked for .*; rank 1 asked for", got), (name, got)
+        assert time.monotonic() - start_s < comm.timeout_s / 2, name
+        with pytest.raises(OutOfStep):  # the ranks no longer agree on how far they have come
+            group.all_reduce(torch.ones(4)).wait()
+        comm.barrier()  # other groups go on
+        found.append(name)
+    return found
+
+
+@contract
+def different_calls_are_found_without_waiting(comm: Communicator) -> None:
+    if comm.world_size == 1:
+        return
+    group = comm.clone()
+    own = [torch.ones(100 + number) for number in range(5)]
+    works = [group.all_reduce(t) for t in own]
+    works.append(group.all_reduce(torch.ones(7 + comm.rank)))
+    for t, work in zip(own, works, strict=False):
+        work.wait()
+        assert torch.equal(t, torch.full_like(t, comm.world_size))
+    end_s = time.monotonic() + PATIENCE_S
+    while not works[-1].done():
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
+    with pytest.raises(OutOfStep, match=r"rank 0 asked for all_reduce\(sum\) of 7 float32 values; rank 1 asked"):
+        works[-1].wait()
+    comm.barrier()
 
 
 @contract
@@ -254,7 +330,7 @@ def done_becomes_true_without_waiting(comm: Communicator) -> Tensor:
 
 
 @contract
-def barrier_holds_until_the_last_is_there(comm: Communicator) -> None:
+def barrier_returns_after_the_last_rank_has_called_it(comm: Communicator) -> None:
     for late in range(comm.world_size):
         if comm.rank == late:
             time.sleep(0.05)
@@ -270,13 +346,13 @@ def barrier_holds_until_the_last_is_there(comm: Communicator) -> None:
 def clones_have_an_order_of_their_own(comm: Communicator) -> list[Tensor]:
     first, second = comm.clone(), comm.clone()
     assert (first.rank, first.world_size, first.timeout_s) == (comm.rank, comm.world_size, comm.timeout_s)
-    assert first.feed is comm.feed
+    assert first.worker is comm.worker
     values = [inputs(comm.world_size, (9,), torch.float64, seed=seed) for seed in range(3)]
     own = [value[comm.rank].clone() for value in values]
     groups = [comm, first, second]
-    turns = list(range(3))
-    turns = turns[comm.rank % 3 :] + turns[: comm.rank % 3]  # every rank begins with another one
-    works = [groups[turn].all_reduce(own[turn]) for turn in turns]
+    order = list(range(3))
+    order = order[comm.rank % 3 :] + order[: comm.rank % 3]  # every rank begins with another group
+    works = [groups[index].all_reduce(own[index]) for index in order]
     for work in works:
         work.wait()
     for t, value in zip(own, values, strict=True):
@@ -298,7 +374,7 @@ def split_makes_groups_in_the_order_given(comm: Communicator) -> None:
         if group is None:
             continue
         assert (group.rank, group.world_size) == (ranks.index(comm.rank), len(ranks))
-        assert group.feed is comm.feed
+        assert group.worker is comm.worker
         out = torch.empty(len(ranks), 4, dtype=torch.float64)
         group.all_gather(values[comm.rank], out=out).wait()
         assert torch.equal(out, torch.stack([values[rank] for rank in ranks]))

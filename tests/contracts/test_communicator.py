@@ -14,12 +14,12 @@ from torch import Tensor
 
 from gradsync.comm.base import Communicator, Solo
 from gradsync.comm.connect import connect
-from gradsync.comm.faulty import Faulty
-from gradsync.comm.threads import run_ranks
 from gradsync.errors import PeerLost
+from gradsync.testing.faults import Faulty
+from gradsync.testing.threads import run_ranks
 from tests.contracts.communicator import CONTRACT, Check
-from tests.mpi import run_mpi
-from tests.ranks import run_processes
+from tests.support.mpi import run_mpi
+from tests.support.ranks import run_processes
 
 TIMEOUT_S = 20.0
 
@@ -46,11 +46,11 @@ def _faulty(size: int, check: Check, timeout_s: float) -> list[Any]:
 
 
 def _c10d(size: int, check: Check, timeout_s: float) -> list[Any]:
-    return run_processes(size, _connected, "c10d", check, timeout_s, timeout_s=60.0)
+    return run_processes(size, _connected, "c10d", check, timeout_s, timeout_s=180.0)
 
 
 def _shm(size: int, check: Check, timeout_s: float) -> list[Any]:
-    return run_processes(size, _connected, "shm", check, timeout_s, timeout_s=60.0)
+    return run_processes(size, _connected, "shm", check, timeout_s, timeout_s=180.0)
 
 
 def _mpi(size: int, check: Check, timeout_s: float) -> list[Any]:
@@ -73,32 +73,30 @@ WORLDS = [
 
 def run_all(comm: Communicator) -> dict[str, tuple[Any, str]]:
     """The whole contract in one group, so that processes start once: what each check returned, or its traceback."""
-    told: dict[str, tuple[Any, str]] = {}
+    results: dict[str, tuple[Any, str]] = {}
     for check in CONTRACT:
         try:
-            told[check.__name__] = (check(comm), "")
+            results[check.__name__] = (check(comm), "")
         except BaseException:
-            told[check.__name__] = (None, traceback.format_exc())
+            results[check.__name__] = (None, traceback.format_exc())
             break  # the ranks may be out of step now
-    return told
+    return results
 
 
 @pytest.fixture(scope="module", params=WORLDS, ids=lambda world: f"{world.name}-{world.size}")
-def told(request: pytest.FixtureRequest) -> list[dict[str, tuple[Any, str]]]:
-    """What every rank of a world has to say about the contract."""
+def results(request: pytest.FixtureRequest) -> list[dict[str, tuple[Any, str]]]:
+    """The results of ``run_all`` on every rank of a world."""
     world: World = request.param
     return world.run(world.size, run_all, TIMEOUT_S)
 
 
 @pytest.mark.parametrize("name", [check.__name__ for check in CONTRACT])
-def test_contract(told: list[dict[str, tuple[Any, str]]], name: str) -> None:
-    errors = [
-        f"rank {rank}:\n{told_by[name][1]}" for rank, told_by in enumerate(told) if told_by.get(name, ("", ""))[1]
-    ]
+def test_contract(results: list[dict[str, tuple[Any, str]]], name: str) -> None:
+    errors = [f"rank {rank}:\n{own[name][1]}" for rank, own in enumerate(results) if own.get(name, ("", ""))[1]]
     assert not errors, "\n".join(errors)
-    assert all(name in told_by for told_by in told), "not reached: an earlier check failed"
-    for result in [told_by[name][0] for told_by in told]:
-        _assert_same_bits(result, told[0][name][0])
+    assert all(name in own for own in results), "not reached: an earlier check failed"
+    for result in [own[name][0] for own in results]:
+        _assert_same_bits(result, results[0][name][0])
 
 
 def _assert_same_bits(one: Any, other: Any) -> None:
@@ -108,6 +106,8 @@ def _assert_same_bits(one: Any, other: Any) -> None:
     elif isinstance(one, Tensor):
         assert torch.equal(one, other)
         assert one.dtype == other.dtype
+    elif isinstance(one, str):
+        assert one == other
     else:
         assert one is other is None
 
@@ -118,7 +118,7 @@ OF_THREE = pytest.mark.parametrize(
 
 
 def late_peer(comm: Communicator) -> tuple[int, ...]:
-    """Rank 1 does not come to the second sum; returns whom the others name."""
+    """Rank 1 does not take part in the second all-reduce; returns the ranks that the others' PeerLost names."""
     comm.all_reduce(torch.ones(2)).wait()
     if comm.rank == 1:
         time.sleep(2 * comm.timeout_s + 1.0)
@@ -131,12 +131,12 @@ def late_peer(comm: Communicator) -> tuple[int, ...]:
 
 
 @OF_THREE
-def test_a_peer_that_does_not_come_is_named_in_time(world: World) -> None:
+def test_all_reduce_names_a_late_peer_in_time(world: World) -> None:
     assert world.run(world.size, late_peer, 1.0) == [(1,), (), (1,)]
 
 
-def leaves_early(comm: Communicator) -> float:
-    """Rank 1 ends while the others are busy in a group without it."""
+def leave_early(comm: Communicator) -> float:
+    """Rank 1 exits while the others use a group without it."""
     pair = comm.split([0, 2])
     if pair is None:
         return 0.0
@@ -148,5 +148,5 @@ def leaves_early(comm: Communicator) -> float:
 
 
 @OF_THREE
-def test_a_rank_that_has_left_is_not_missed_where_it_does_not_belong(world: World) -> None:
-    assert world.run(world.size, leaves_early, TIMEOUT_S) == [4.0, 0.0, 4.0]
+def test_split_goes_on_after_a_rank_outside_it_has_left(world: World) -> None:
+    assert world.run(world.size, leave_early, TIMEOUT_S) == [4.0, 0.0, 4.0]

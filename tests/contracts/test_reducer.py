@@ -1,4 +1,4 @@
-"""What every reducer must do: one file for the seam. A new reducer is tested by being registered."""
+"""The contract of all reducers. A new reducer is tested by being registered."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import torch
 from torch.nn import Parameter
 
 from gradsync import spec
-from gradsync.bucket import BucketPlan, plan_buckets
-from gradsync.comm import Communicator, run_ranks
+from gradsync.buckets.bucket import BucketPlan, plan_buckets
+from gradsync.comm import Communicator
 from gradsync.reducers import Driver, Reducer
+from gradsync.testing import run_ranks
 
 EXACT = ["plain", "compressed(codec=dense)"]
 CODECS = [f"compressed(codec={name}, min_numel=1)" for name in spec.names("codec") if name != "chain"]
@@ -38,17 +39,17 @@ def reduce_all(comm: Communicator, reducer: Reducer, seed: int) -> list[torch.Te
     # Buckets become ready in another order on every rank; the driver keeps to the plan's.
     order = torch.randperm(len(plan.buckets), generator=torch.Generator().manual_seed(comm.rank)).tolist()
     for at in order:
-        plan.buckets[at].seal(1.0 / comm.world_size)
+        plan.buckets[at].finalize(1.0 / comm.world_size)
         driver.add(plan.buckets[at])
     driver.drain()
     for bucket in plan.buckets:
-        bucket.unseal()
+        bucket.publish()
     return [slot.view.clone() for bucket in plan.buckets for slot in bucket.slots]
 
 
 @pytest.mark.parametrize("name", REDUCERS)
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
-def test_the_result_is_the_mean_and_the_same_bits_everywhere(name: str, world: int) -> None:
+def test_reduce_gives_the_mean_with_equal_bits_on_all_ranks(name: str, world: int) -> None:
     ranks = run_ranks(world, lambda comm: reduce_all(comm, spec.parse(name, "reducer"), seed=3))
     for grads in ranks[1:]:
         assert all(torch.equal(a, b) for a, b in zip(grads, ranks[0], strict=True))
@@ -59,14 +60,14 @@ def test_the_result_is_the_mean_and_the_same_bits_everywhere(name: str, world: i
 
 
 @pytest.mark.parametrize("name", REDUCERS)
-def test_it_yields_as_many_collectives_as_it_says(name: str) -> None:
+def test_reduce_yields_as_many_collectives_as_stages(name: str) -> None:
     def run(comm: Communicator) -> list[int]:
         reducer = spec.parse(name, "reducer")
         plan = make_plan(comm, comm.rank)
         reducer.attach(plan, comm)
         counts = []
         for bucket in plan.buckets:
-            bucket.seal(1.0)
+            bucket.finalize(1.0)
             works = 0
             for work in reducer.reduce(bucket, comm):
                 work.wait()
@@ -78,7 +79,7 @@ def test_it_yields_as_many_collectives_as_it_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REDUCERS)
-def test_it_counts_its_bytes_and_keeps_its_state_by_name(name: str) -> None:
+def test_bytes_sent_and_state_dict_by_parameter_name(name: str) -> None:
     def run(comm: Communicator) -> None:
         reducer, other = spec.parse(name, "reducer"), spec.parse(name, "reducer")
         plan = make_plan(comm, comm.rank)
@@ -88,7 +89,7 @@ def test_it_counts_its_bytes_and_keeps_its_state_by_name(name: str) -> None:
         reducer.end_step(finite=True)
         names = {slot.name for slot in plan.slots()}
         state = reducer.state_dict()
-        assert set(state) <= {"steps", "own", "shared"}
+        assert set(state) <= {"steps", "own", "shared", "kept", "usual"}
         for kinds in (state.get("own", {}), state.get("shared", {})):
             assert all(set(by_name) <= names for by_name in kinds.values()), "keyed by parameter, never by bucket"
         other.attach(plan, comm)

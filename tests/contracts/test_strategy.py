@@ -1,4 +1,4 @@
-"""What every strategy must do: one file for the seam. A new strategy is tested by being registered."""
+"""The contract of every strategy. A new strategy is tested by being registered."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import gradsync
 from gradsync import spec
-from gradsync.comm import Communicator, run_ranks
-from tests.ranks import run_processes
+from gradsync.comm import Communicator
+from gradsync.testing import run_ranks
+from tests.support.ranks import run_processes
 
 # Where a short run needs other settings than the defaults.
 SETTINGS = {
@@ -33,8 +34,8 @@ MORE = [
     "parameter_server(staleness=2)",
     "parameter_server(staleness=None, staleness_policy=scale, codec=int8)",
 ]
-# Here who comes first decides what comes out.
-FREE = {
+# The result depends on timing.
+UNREPEATABLE = {
     "hogwild",
     "auto(steps=6, seconds=0.05)",  # measures, and may choose other buckets
     "gossip(asynchronous=True)",
@@ -46,13 +47,13 @@ STRATEGIES = [SETTINGS.get(name, name) for name in NAMES] + MORE
 
 
 def is_repeatable(strategy: str) -> bool:
-    return strategy not in FREE
+    return strategy not in UNREPEATABLE
 
 
 def train(
     comm: Communicator, strategy: str, steps: int, state: dict[str, Any] | None = None, *, settle: bool = False
 ) -> dict[str, Any]:
-    """Train on data of this rank's own; a state goes on where it was left."""
+    """Train on this rank's own data; with ``state``, resume from it."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
     seeded = torch.Generator().manual_seed(0)  # not torch's own, which ranks that are threads share
     with torch.no_grad():
@@ -97,13 +98,13 @@ def params_of(outcome: dict[str, Any]) -> list[Tensor]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world", [1, 3])
-def test_it_learns(strategy: str, world: int) -> None:
+def test_strategy_learns(strategy: str, world: int) -> None:
     for outcome in run_ranks(world, lambda comm: train(comm, strategy, 40)):
         assert sum(outcome["losses"][-5:]) < 0.7 * sum(outcome["losses"][:5])
 
 
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if is_repeatable(name)])
-def test_stopped_and_resumed_it_is_bit_for_bit_the_run_that_never_stopped(strategy: str) -> None:
+def test_strategy_resumes_bit_for_bit(strategy: str) -> None:
     whole = run_ranks(2, lambda comm: train(comm, strategy, 20))
     half = run_ranks(2, lambda comm: train(comm, strategy, 9))
     resumed = run_ranks(2, lambda comm: train(comm, strategy, 20, half[comm.rank]))
@@ -111,37 +112,37 @@ def test_stopped_and_resumed_it_is_bit_for_bit_the_run_that_never_stopped(strate
         assert all(torch.equal(a, b) for a, b in zip(params_of(one), params_of(other), strict=True))
 
 
-@pytest.mark.parametrize("strategy", sorted(FREE))
-def test_stopped_and_resumed_it_goes_on(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", sorted(UNREPEATABLE))
+def test_unrepeatable_strategy_resumes(strategy: str) -> None:
     half = run_ranks(2, lambda comm: train(comm, strategy, 20))
     for before, after in zip(half, run_ranks(2, lambda comm: train(comm, strategy, 40, half[comm.rank])), strict=True):
         assert after["sync"]["step"] == 40
         first = sum(before["losses"][:5])
-        assert sum(after["losses"][:5]) < 0.5 * first, "it began anew"
+        assert sum(after["losses"][:5]) < 0.5 * first, "it did not resume"
         assert sum(after["losses"][-5:]) < 0.5 * first
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_settled_all_hold_the_same_parameters(strategy: str) -> None:
+def test_settle_makes_parameters_equal(strategy: str) -> None:
     first, *others = run_ranks(3, lambda comm: train(comm, strategy, 7, settle=True))
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(params_of(first), params_of(other), strict=True))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_state_of_something_else_is_refused(strategy: str) -> None:
+def test_load_state_dict_refuses_a_foreign_state(strategy: str) -> None:
     made = spec.parse(strategy)
     with pytest.raises(ValueError):
         made.load_state_dict({"reducer": {"unknown": 1}, "other": 2})
 
 
-def in_a_process(strategy: str) -> dict[str, Any]:
+def train_in_process(strategy: str) -> dict[str, Any]:
     return train(gradsync.connect(timeout_s=20), strategy, 20)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_real_processes_compute_what_threads_do(strategy: str) -> None:
-    processes = run_processes(2, in_a_process, strategy)
+def test_processes_compute_the_same_as_threads(strategy: str) -> None:
+    processes = run_processes(2, train_in_process, strategy)
     if not is_repeatable(strategy):
         assert all(sum(outcome["losses"][-5:]) < 0.9 * sum(outcome["losses"][:5]) for outcome in processes)
         return

@@ -1,4 +1,4 @@
-"""What is found wrong, and what is said to do about it; nothing where nothing is."""
+"""The doctor's findings: problems and remedies, and none where nothing is wrong."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from typing import Any
 import pytest
 
 from gradsync.advisor import Network
-from gradsync.doctor import Links, Machine, judge
+from gradsync.doctor import LinkReport, MachineReport, diagnose
 from gradsync.doctor.machine import Interface, _quota_cores
 
-GOOD = Machine(host="a", cores=8, total_cores=8, threads=4, gflops=100.0, versions={"torch": "2.13"})
+GOOD = MachineReport(host="a", cores=8, total_cores=8, threads=4, gflops=100.0, versions={"torch": "2.13"})
 
 
-def two(**changes: Any) -> list[Machine]:
+def two(**changes: Any) -> list[MachineReport]:
     """Two ranks on two hosts, each on all its cores; the changes are rank 1's."""
     first = replace(GOOD, threads=8)
     return [first, replace(first, rank=1, host="b", **changes)]
 
 
-def links(*, hosts: int = 2, gbit: float = 9.0, latency_s: float = 1e-4, transport: str = "c10d") -> Links:
+def links(*, hosts: int = 2, gbit: float = 9.0, latency_s: float = 1e-4, transport: str = "c10d") -> LinkReport:
     per_s = gbit * 1e9 / 8
     network = Network(name="here", bytes_per_s=per_s, busy_bytes_per_s=per_s, latency_s=latency_s)
     ranks = ((0,), (1,)) if hosts == 2 else ((0, 1),)
-    return Links(
+    return LinkReport(
         transport=transport, why="asked for", world_size=2, hosts=ranks, network=network, all_reduce=((4096, 1e-4),)
     )
 
 
-def test_nothing_wrong_is_nothing_said() -> None:
-    assert judge([GOOD, replace(GOOD, rank=1)], links(hosts=1, transport="shm")) == []
-    assert judge(two(), links()) == []
+def test_diagnose_finds_nothing_wrong() -> None:
+    assert diagnose([GOOD, replace(GOOD, rank=1)], links(hosts=1, transport="shm")) == []
+    assert diagnose(two(), links()) == []
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,8 @@ def test_nothing_wrong_is_nothing_said() -> None:
         (two(gflops=30.0), "rank 1 on b computes at 46% of the usual speed", "balance=True"),
     ],
 )
-def test_what_is_wrong_with_machines(machines: list[Machine], what: str, do: str) -> None:
-    (finding,) = judge(machines)
+def test_diagnose_machines(machines: list[MachineReport], what: str, do: str) -> None:
+    (finding,) = diagnose(machines)
     assert what in finding.what
     assert do in finding.do
 
@@ -66,7 +66,7 @@ SLOW, FAST, LOOP = (
         ({}, {"gbit": 0.9}, "advice", "0.9 Gbit/s between hosts", "gradsync profile"),
         ({}, {"latency_s": 4e-3}, "advice", "a message takes 4.0 ms", "Larger buckets"),
         ({"clock_offset_s": -1.5}, {}, "advice", "the clock of b is -1.50 s off", "NTP"),
-        ({"interfaces": (LOOP, SLOW), "used_interface": "lo"}, {}, "wrong", "through lo, which leads nowhere", "eth0"),
+        ({"interfaces": (LOOP, SLOW), "used_interface": "lo"}, {}, "wrong", "through lo, a loopback interface", "eth0"),
         (
             {"interfaces": (LOOP, SLOW, FAST), "used_interface": "eth0"},
             {},
@@ -83,26 +83,24 @@ SLOW, FAST, LOOP = (
         ),
     ],
 )
-def test_what_is_wrong_between_hosts(
-    changes: dict[str, Any], between: dict[str, Any], severity: str, what: str, do: str
-) -> None:
-    (finding,) = judge(two(**changes), links(**between))
+def test_diagnose_links(changes: dict[str, Any], between: dict[str, Any], severity: str, what: str, do: str) -> None:
+    (finding,) = diagnose(two(**changes), links(**between))
     assert finding.severity == severity
     assert what in finding.what
     assert do in finding.do
 
 
-def test_on_one_host_shared_memory_is_named() -> None:
-    (finding,) = judge([GOOD, replace(GOOD, rank=1)], links(hosts=1))
-    assert "over c10d: asked for" in finding.what
+def test_diagnose_recommends_shared_memory_on_one_host() -> None:
+    (finding,) = diagnose([GOOD, replace(GOOD, rank=1)], links(hosts=1))
+    assert "use c10d: asked for" in finding.what
 
 
-def test_what_is_wrong_comes_before_advice() -> None:
-    found = judge(two(gpus=("H100",), clock_offset_s=9.0, gflops=1.0), links(gbit=1.0))
+def test_diagnose_sorts_wrong_before_advice() -> None:
+    found = diagnose(two(gpus=("H100",), clock_offset_s=9.0, gflops=1.0), links(gbit=1.0))
     assert [finding.severity for finding in found] == ["wrong", "wrong", "advice"]
 
 
-def test_a_containers_quota_is_read_in_both_forms(tmp_path: Any) -> None:
+def test_quota_cores_of_both_cgroup_versions(tmp_path: Any) -> None:
     assert _quota_cores(tmp_path) is None
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
@@ -114,7 +112,7 @@ def test_a_containers_quota_is_read_in_both_forms(tmp_path: Any) -> None:
     assert _quota_cores(tmp_path) is None
 
 
-def test_all_goes_through_json() -> None:
+def test_reports_survive_json() -> None:
     machine = replace(GOOD, interfaces=(SLOW,), gpus=("H100",))
-    assert Machine.from_dict(machine.as_dict()) == machine
-    assert Links.from_dict(links().as_dict()) == links()
+    assert MachineReport.from_dict(machine.as_dict()) == machine
+    assert LinkReport.from_dict(links().as_dict()) == links()

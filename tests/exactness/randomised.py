@@ -25,7 +25,7 @@ class Recipe:
     widths: tuple[int, ...]
     ties: tuple[int, ...]  # layer i > 0 of equal width shares the weight of layer 1
     frozen: tuple[int, ...]
-    skipped_when: tuple[int, ...]  # layer i is passed over where a part's first number falls on one side
+    skipped_when: tuple[int, ...]  # layer i is skipped, depending on the first value of a rank's part
     activations: tuple[int, ...]
     num_backwards: int
     by_no_sync: bool

@@ -1,4 +1,4 @@
-"""The example trains alike with one and with two workers, and a resumed run is the run that never stopped."""
+"""The char_lm example: one and two workers train alike, and a resumed run equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.launching import GRADSYNC, run_launched
-from tests.ranks import run_processes
+from tests.support.launching import GRADSYNC, run_launched
+from tests.support.ranks import run_processes
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 EXAMPLE = PROJECT / "examples/char_lm.py"
@@ -28,8 +28,8 @@ def run_example(arguments: list[str]) -> None:
     runpy.run_path(str(EXAMPLE), run_name="__main__")
 
 
-def train_unlaunched(out: Path, steps: int, *more: str, workers: int = 2) -> dict[str, Any]:
-    """Workers that the launcher has not started: starting takes most of the time, and is tested once."""
+def train_without_launcher(out: Path, steps: int, *more: str, workers: int = 2) -> dict[str, Any]:
+    """Train in workers without the launcher: starting it takes most of the time, and is tested once."""
     run_processes(workers, run_example, [*SMALL, str(steps), *more, "--json", str(out)], timeout_s=100)
     log: dict[str, Any] = json.loads(out.read_text())
     return log
@@ -37,40 +37,40 @@ def train_unlaunched(out: Path, steps: int, *more: str, workers: int = 2) -> dic
 
 def compare(one: Path, other: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(PROJECT / "examples/compare_runs.py"), str(one), str(other)]
-    return subprocess.run(command, timeout=60, capture_output=True, text=True)
+    return subprocess.run(command, timeout=180, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two workers, six steps without a stop."""
-    out = tmp_path_factory.mktemp("whole") / "two.json"
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The log of two workers that train six steps without a stop, started by the launcher."""
+    out = tmp_path_factory.mktemp("uninterrupted") / "two.json"
     command = [*GRADSYNC, "run", "-n", "2", str(EXAMPLE), *SMALL, "6", "--json", str(out)]
     done = run_launched(command, timeout_s=100)
     assert done.returncode == 0, done.stderr
     return out
 
 
-def test_two_workers_train_as_one_process_does(whole: Path, tmp_path: Path) -> None:
-    one, two = train_unlaunched(tmp_path / "one.json", 6, workers=1), json.loads(whole.read_text())
+def test_char_lm_two_workers_train_like_one_process(uninterrupted: Path, tmp_path: Path) -> None:
+    one, two = train_without_launcher(tmp_path / "one.json", 6, workers=1), json.loads(uninterrupted.read_text())
     assert (one["world_size"], two["world_size"]) == (1, 2)
     assert two["losses"] == pytest.approx(one["losses"], abs=1e-4)
     assert two["eval_loss"] == pytest.approx(one["eval_loss"], abs=1e-4)
     assert one["losses"][-1] < one["losses"][0]
-    shown = compare(tmp_path / "one.json", whole)
+    shown = compare(tmp_path / "one.json", uninterrupted)
     assert shown.returncode == 0, shown.stderr
     assert "2 workers" in shown.stdout
 
 
-def test_a_resumed_run_is_the_one_that_never_stopped(whole: Path, tmp_path: Path) -> None:
-    train_unlaunched(tmp_path / "half.json", 3, "--checkpoint", str(tmp_path / "half.pt"))
-    rest = train_unlaunched(tmp_path / "rest.json", 6, "--resume", str(tmp_path / "half.pt"))
-    unstopped = json.loads(whole.read_text())
+def test_char_lm_resumed_run_equals_uninterrupted_run(uninterrupted: Path, tmp_path: Path) -> None:
+    train_without_launcher(tmp_path / "half.json", 3, "--checkpoint", str(tmp_path / "half.pt"))
+    rest = train_without_launcher(tmp_path / "rest.json", 6, "--resume", str(tmp_path / "half.pt"))
+    unstopped = json.loads(uninterrupted.read_text())
     assert rest["losses"] == unstopped["losses"][3:]
     assert rest["eval_loss"] == unstopped["eval_loss"]
 
 
 @pytest.mark.parametrize("wrong", [2.5, float("nan")])
-def test_losses_that_differ_are_told(tmp_path: Path, wrong: float) -> None:
+def test_compare_runs_reports_different_losses(tmp_path: Path, wrong: float) -> None:
     log = {"world_size": 1, "batch": 4, "losses": [3.0, 2.0], "step_s": [0.1, 0.1], "eval_loss": 2.0}
     (tmp_path / "one.json").write_text(json.dumps(log))
     (tmp_path / "two.json").write_text(json.dumps({**log, "losses": [3.0, wrong]}))

@@ -1,7 +1,7 @@
 """Ranks on the hosts of a lab, for tests: ``call_on_hosts(lab, train, seed)`` calls ``train(seed)`` on each of them.
 
-The processes are forked from the nursery (see tests/ranks.py) and enter their host's network before they do anything:
-``lab.run`` would have each of them import torch.
+The processes are forked from the fork server (see support/ranks.py) and enter their host's network namespace first.
+With ``lab.run`` each of them would have to import torch.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from benchmarks.netlab import INTERFACE, Lab
-from tests.ranks import run_processes
-from tests.simulated import share_cores
+from gradsync.testing import Lab
+from gradsync.testing.network import INTERFACE
+from tests.support.ranks import run_processes
+from tests.support.simulated import divide_cores
 
 CLONE_NEWNET = 0x40000000
 
@@ -25,7 +26,7 @@ def call_on_hosts(lab: Lab, fn: Callable[..., T], *args: object, per_host: int =
     """Call ``fn(*args)`` in ``per_host`` processes of each host; returns what each returned, host by host."""
     world = {"WORLD_SIZE": str(lab.hosts * per_host), "LOCAL_WORLD_SIZE": str(per_host)}
     namespaces = [lab.namespace(host) for host in range(lab.hosts)]
-    env = {**lab.environment(0), **world}  # which rank each is, is said in its own process
+    env = {**lab.environment(0), **world}  # each process sets its own rank
     return run_processes(
         lab.hosts * per_host, _call_inside, namespaces, per_host, fn, args, env=env, timeout_s=timeout_s
     )
@@ -35,12 +36,12 @@ def _call_inside(namespaces: list[str], per_host: int, fn: Callable[..., T], arg
     host, local = divmod(int(os.environ["RANK"]), per_host)
     os.environ["LOCAL_RANK"] = str(local)
     _enter(namespaces[host])
-    share_cores(len(namespaces))
+    divide_cores(len(namespaces))
     return fn(*args)
 
 
 def _enter(namespace: str) -> None:
-    """Let this process, which has one thread yet, see that network and no other."""
+    """Put this process, which must have one thread only, into a network namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{namespace}") as network:
         if libc.setns(network.fileno(), CLONE_NEWNET) != 0:
@@ -48,7 +49,7 @@ def _enter(namespace: str) -> None:
 
 
 def bytes_sent() -> int:
-    """How many bytes have gone out through the interface of this process's host, by the kernel's count."""
+    """How many bytes the interface of this process's host has sent, as counted by the kernel."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == INTERFACE:

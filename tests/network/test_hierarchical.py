@@ -1,4 +1,4 @@
-"""Two ranks on each of two hosts: what crosses the wire is what one rank a host would send, by the wire's own count."""
+"""Two ranks on each of two hosts: the network carries what one rank a host would send, counted by the interface."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from benchmarks.netlab import Lab
 from gradsync.comm.base import Communicator
-from gradsync.comm.c10d import C10d
+from gradsync.comm.c10d.communicator import C10d
 from gradsync.comm.connect import connect
-from gradsync.comm.hierarchical import connect_hierarchical
-from gradsync.comm.hosts import survey_hosts
+from gradsync.comm.hierarchical.communicator import connect_hierarchical
+from gradsync.comm.topology import survey_hosts
+from gradsync.testing import Lab
 from tests.network.on_hosts import bytes_sent, call_on_hosts
 
 PER_HOST = 2
@@ -21,9 +21,9 @@ NUM_BYTES = 4 * NUMEL
 CPU = torch.device("cpu")
 
 
-def be_rank() -> dict[str, int]:
-    """Run each collective once; returns what went out through this host's interface meanwhile."""
-    group = connect("c10d", timeout_s=30)
+def run_each_collective() -> dict[str, int]:
+    """Run each collective once; returns the bytes that this host's interface sent during each."""
+    group = connect("c10d", timeout_s=30).unchecked()
     assert isinstance(group, C10d)
     hosts, obstacle = survey_hosts(group)
     assert obstacle == ""
@@ -31,25 +31,25 @@ def be_rank() -> dict[str, int]:
     assert comm.why.endswith("2 hosts x 2 ranks: shared memory within, c10d across"), comm.why
 
     bucket = comm.allocate(NUMEL, torch.float32, CPU)
-    elsewhere, rows = torch.empty(NUMEL), torch.empty(comm.world_size, NUMEL // 4)
-    for tensor in (bucket, elsewhere):
+    private, rows = torch.empty(NUMEL), torch.empty(comm.world_size, NUMEL // 4)
+    for tensor in (bucket, private):
         tensor.copy_(torch.arange(NUMEL) % 1000 + comm.rank)
     sent = {
-        "bucket": sent_by(comm, lambda: comm.all_reduce(bucket).wait()),
-        "all_reduce": sent_by(comm, lambda: comm.all_reduce(elsewhere).wait()),
-        "all_gather": sent_by(comm, lambda: comm.all_gather(elsewhere[: NUMEL // 4], out=rows).wait()),
+        "bucket": bytes_sent_by(comm, lambda: comm.all_reduce(bucket).wait()),
+        "all_reduce": bytes_sent_by(comm, lambda: comm.all_reduce(private).wait()),
+        "all_gather": bytes_sent_by(comm, lambda: comm.all_gather(private[: NUMEL // 4], out=rows).wait()),
     }
     total = 4 * (torch.arange(NUMEL) % 1000) + 6
     assert torch.equal(bucket, total.float())
-    assert torch.equal(elsewhere, bucket)
+    assert torch.equal(private, bucket)
     assert torch.equal(rows, bucket[: NUMEL // 4].expand_as(rows))
-    elsewhere.add_(comm.rank)
-    sent["broadcast"] = sent_by(comm, lambda: comm.broadcast(elsewhere, 3).wait())
-    assert torch.equal(elsewhere, bucket + 3)
+    private.add_(comm.rank)
+    sent["broadcast"] = bytes_sent_by(comm, lambda: comm.broadcast(private, 3).wait())
+    assert torch.equal(private, bucket + 3)
     return sent
 
 
-def sent_by(comm: Communicator, collective: Callable[[], None]) -> int:
+def bytes_sent_by(comm: Communicator, collective: Callable[[], None]) -> int:
     comm.barrier()
     before = bytes_sent()
     comm.barrier()
@@ -59,11 +59,11 @@ def sent_by(comm: Communicator, collective: Callable[[], None]) -> int:
 
 
 @pytest.mark.netns
-def test_the_wire_carries_what_one_rank_a_host_would_send() -> None:
+def test_hierarchical_sends_what_one_rank_per_host_would_send() -> None:
     with Lab(hosts=2) as lab:
-        told = call_on_hosts(lab, be_rank, per_host=PER_HOST, timeout_s=100)
-    first, second = told[::PER_HOST]
-    # 2 (H - 1) / H of the data for H hosts is all of it for two. Beside it go headers, acknowledgements and barriers.
+        results = call_on_hosts(lab, run_each_collective, per_host=PER_HOST, timeout_s=100)
+    first, second = results[::PER_HOST]
+    # For H hosts it is 2 (H - 1) / H of the data: all of it for two. Headers, acknowledgements and barriers come too.
     for host in (first, second):
         assert NUM_BYTES < host["bucket"] < 1.06 * NUM_BYTES
         assert NUM_BYTES < host["all_reduce"] < 1.06 * NUM_BYTES

@@ -1,4 +1,4 @@
-"""Recording by CUDA events, on a GPU that is made up: its stream passes events when the test says so."""
+"""The recorder by CUDA events, on a fake GPU: its stream passes events when the test says so."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from gradsync.profiling.recorder import Recorder
 
 
 class Gpu:
-    """A stream on which everything that is recorded lies a millisecond behind what was recorded before."""
+    """A stream on which every event is a millisecond after the one before."""
 
     at_ms = 0.0
-    behind = False  # True: the GPU has not come to anything yet
+    behind = False  # True: the GPU has not passed any event yet
 
 
 class FakeEvent:
@@ -35,7 +35,7 @@ class FakeEvent:
         return not Gpu.behind
 
     def synchronize(self) -> None:
-        assert self.at_ms >= 0.0, "an event that nobody recorded is never passed"
+        assert self.at_ms >= 0.0, "an event that was not recorded is never passed"
 
     def elapsed_time(self, later: FakeEvent) -> float:
         return later.at_ms - self.at_ms
@@ -62,7 +62,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> CudaRecorder:
     return CudaRecorder(gradsync.connect(), same_clock(1))
 
 
-def test_marks_are_events_and_come_out_as_times(recorder: CudaRecorder) -> None:
+def test_cuda_recorder_turns_events_into_times(recorder: CudaRecorder) -> None:
     recorder.detailed = True
     train(recorder, 4)
     steps = recorder.steps()
@@ -71,12 +71,12 @@ def test_marks_are_events_and_come_out_as_times(recorder: CudaRecorder) -> None:
         assert before.began_s + before.step_s == pytest.approx(step.began_s)
     step = steps[2]
     assert step.parts.step_s == pytest.approx(step.step_s)
-    assert step.step_s * 1e3 == pytest.approx(round(step.step_s * 1e3))  # whole milliseconds: the made-up stream's
+    assert step.step_s * 1e3 == pytest.approx(round(step.step_s * 1e3))  # whole milliseconds, as on the fake stream
     assert 0.0 < step.opened_s < step.backward_s < step.step_s
     assert len(step.gradients) == 4
 
 
-def test_a_gpu_that_is_behind_is_not_waited_for_until_it_is_far_behind(recorder: CudaRecorder) -> None:
+def test_cuda_recorder_waits_only_for_a_gpu_that_is_far_behind(recorder: CudaRecorder) -> None:
     Gpu.behind = True
     train(recorder, MAX_UNREAD_STEPS)
     assert recorder.steps() == []

@@ -1,4 +1,4 @@
-"""The report, in a real browser: it shows what was recorded, needs nobody, and can be read on a phone and in the dark.
+"""The report, in a real browser: it shows the recorded run, loads nothing, and fits phones and dark themes.
 
 Skipped where there is no Chromium; where CI=true that is a failure.
 """
@@ -15,8 +15,8 @@ import pytest
 
 from gradsync.profiling import load
 from gradsync.profiling.report import write_report
-from tests.browser import Browser, Page, browser_or_skip
-from tests.profiling.notes import write_run
+from tests.profiling.raw_records import write_run
+from tests.support.browser import Browser, Page, browser_or_skip
 
 ROW = {"sync_s": 0.05, "note": "measured: no difference", "bytes_per_step": 3e6}
 ADVICE: dict[str, Any] = {
@@ -36,8 +36,8 @@ ADVICE: dict[str, Any] = {
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     run = load(write_run(folder, steps=40, late_ms=40, wire_ms=60, codec=True))
-    surroundings = {"network": {"bytes_per_s": 250e6}}
-    write_report(run, folder / "report.html", advice=ADVICE, surroundings=surroundings, note="A <b>planted</b> run.")
+    environment = {"network": {"bytes_per_s": 250e6}}
+    write_report(run, folder / "report.html", advice=ADVICE, environment=environment, note="A <b>planted</b> run.")
     return folder / "report.html"
 
 
@@ -55,15 +55,15 @@ def text(page: Page, selector: str) -> str:
     return str(page.value(f"document.querySelector({json.dumps(selector)}).textContent"))
 
 
-def test_the_page_holds_all_it_needs(report: Path) -> None:
+def test_report_loads_nothing_from_elsewhere(report: Path) -> None:
     page = report.read_text()
     assert "{{" not in page
     assert not re.findall(r"(?:src|href)=\"(?!data:|#)[^\"]+\"|url\((?!data:)|@import|https?://(?!www\.w3\.org)", page)
-    assert "</b>" not in page.split('id="data">')[1].split("</script>")[0]  # what is said in data stays data
+    assert "</b>" not in page.split('id="data">')[1].split("</script>")[0]  # markup in the data stays data
     assert len(page) < 400_000
 
 
-def test_it_shows_what_was_recorded(report: Path, browser: Browser) -> None:
+def test_report_shows_the_recorded_run(report: Path, browser: Browser) -> None:
     page = browser.open(report)
     assert page.complaints == []
     assert page.requests == []
@@ -88,7 +88,7 @@ def test_it_shows_what_was_recorded(report: Path, browser: Browser) -> None:
     assert "straggler" in text(page, "#ranks")
 
 
-def test_tooltips_come_and_go(report: Path, browser: Browser) -> None:
+def test_report_tooltips_appear_and_disappear(report: Path, browser: Browser) -> None:
     page = browser.open(report)
     assert page.value("document.getElementById('tip').classList.contains('on')") is False
     page.move_to("#step > div[data-part=wire]")
@@ -106,7 +106,7 @@ def test_tooltips_come_and_go(report: Path, browser: Browser) -> None:
     assert box <= 1280
 
 
-def test_toggles_leave_parts_out_and_bring_them_back(report: Path, browser: Browser) -> None:
+def test_report_toggles_hide_and_show_parts(report: Path, browser: Browser) -> None:
     page = browser.open(report)
     drawn = count(page, "#steps rect[data-part=wire]")
     assert drawn == 40
@@ -128,7 +128,7 @@ def test_toggles_leave_parts_out_and_bring_them_back(report: Path, browser: Brow
     assert page.complaints == []
 
 
-def test_it_can_be_read_on_a_phone(report: Path, browser: Browser) -> None:
+def test_report_fits_a_phone(report: Path, browser: Browser) -> None:
     page = browser.open(report, width=360, height=740)
     assert page.complaints == []
     assert page.value("document.documentElement.scrollWidth") <= 360  # nothing to push the page sideways for
@@ -139,7 +139,7 @@ def test_it_can_be_read_on_a_phone(report: Path, browser: Browser) -> None:
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_light_and_dark_follow_the_system_and_the_button(report: Path, browser: Browser, dark: bool) -> None:
+def test_report_theme_follows_the_system_and_the_button(report: Path, browser: Browser, dark: bool) -> None:
     page = browser.open(report, dark=dark)
     ink = "getComputedStyle(document.body).color"
     ground = "getComputedStyle(document.querySelector('.card')).backgroundColor"
@@ -153,7 +153,7 @@ def test_light_and_dark_follow_the_system_and_the_button(report: Path, browser: 
 
 
 def brightness(color: str) -> float:
-    """Relative luminance, as the accessibility guidelines have it."""
+    """Relative luminance, as the accessibility guidelines (WCAG) define it."""
     channels = [int(value) / 255 for value in re.findall(r"\d+", color)[:3]]
     linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -164,7 +164,7 @@ def contrast(first: str, second: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-def test_a_run_of_one_worker_or_without_advice_has_a_report_too(tmp_path: Path, browser: Browser) -> None:
+def test_report_works_without_advice(tmp_path: Path, browser: Browser) -> None:
     write_report(
         load(write_run(tmp_path, steps=1)), tmp_path / "one.html", advice={"problem": "the network was not measured"}
     )

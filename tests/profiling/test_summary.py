@@ -1,4 +1,4 @@
-"""What a run comes to, and the sentence that says it."""
+"""The summary of a run, and its verdict in one sentence."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from gradsync.profiling import load
-from gradsync.profiling.files import Notes
-from gradsync.profiling.run import Run
-from gradsync.profiling.summary import Summary, summarize, verdict
-from tests.profiling.notes import meta, write_run
+from gradsync.profiling.run import RawRecords, Run
+from gradsync.profiling.summary import RunSummary, summarize, verdict
+from tests.profiling.raw_records import meta, write_run
 
 ADVICE: dict[str, Any] = {
     "change": True,
@@ -23,11 +22,11 @@ ADVICE: dict[str, Any] = {
 }
 
 
-def summary_of(folder: Path, **planted: int) -> Summary:
+def summary_of(folder: Path, **planted: int) -> RunSummary:
     return summarize(load(write_run(folder, **planted)))
 
 
-def test_a_summary_is_of_what_was_planted(tmp_path: Path) -> None:
+def test_summary_holds_the_planted_figures(tmp_path: Path) -> None:
     summary = summary_of(tmp_path, late_ms=40, wire_ms=30)
     assert summary.step_s == pytest.approx(0.132)
     assert summary.efficiency == pytest.approx((60 + 100) / 2 / 132)
@@ -38,6 +37,7 @@ def test_a_summary_is_of_what_was_planted(tmp_path: Path) -> None:
     assert summary.num_parameters == 1000 * 900 + 100 + 2000 * 1000
     assert summary.gradient_bytes == 12_000_000
     assert summary.sent_bytes == 12_000_104
+    assert summary.header_bytes == 104
     assert summary.bytes_per_s == pytest.approx(12_000_000 / 0.030)
     assert [bucket.names for bucket in summary.buckets] == [("head.weight", "head.bias"), ("body.weight",)]
     assert summary.buckets[0].exposed_s == pytest.approx((50 + 10) / 2 / 1e3)
@@ -56,7 +56,7 @@ def test_a_summary_is_of_what_was_planted(tmp_path: Path) -> None:
         ({"late_ms": 50, "wire_ms": 20}, "synchronization costs 36 % of your step; it is the stragglers and the wire"),
     ],
 )
-def test_the_verdict_names_the_cause(tmp_path: Path, planted: dict[str, int], said: str) -> None:
+def test_verdict_names_the_cause(tmp_path: Path, planted: dict[str, int], said: str) -> None:
     text = verdict(summary_of(tmp_path, **planted))
     if planted == {"wire_ms": 1}:
         assert text == said
@@ -64,7 +64,7 @@ def test_the_verdict_names_the_cause(tmp_path: Path, planted: dict[str, int], sa
         assert text.startswith(said)
 
 
-def test_the_verdict_names_what_would_help(tmp_path: Path) -> None:
+def test_verdict_names_the_advised_choice(tmp_path: Path) -> None:
     summary = summary_of(tmp_path)
     assert verdict(summary, ADVICE).endswith(
         "; `allreduce(codec=int8)` would take it to about 4 % (risk to convergence: low)"
@@ -72,14 +72,25 @@ def test_the_verdict_names_what_would_help(tmp_path: Path) -> None:
     assert verdict(summary, {**ADVICE, "change": False}).endswith("; no other choice would do much better")
 
 
-def test_one_worker_has_no_synchronization_to_judge(tmp_path: Path) -> None:
+def test_verdict_balances_a_straggler_first(tmp_path: Path) -> None:
+    summary = summary_of(tmp_path, late_ms=500, wire_ms=3)
+    assert verdict(summary, {**ADVICE, "change": False}).endswith(
+        "rank 1 needs 806 % more time than the quickest; give it less of each batch, by `shard(..., balance=True)`, "
+        "or see what else runs there"
+    )
+    assert verdict(summary, ADVICE).endswith(
+        "; alone `allreduce(codec=int8)` would take it to about 4 % (risk to convergence: low)"
+    )
+
+
+def test_verdict_of_one_worker_judges_nothing(tmp_path: Path) -> None:
     run = load(write_run(tmp_path))
-    alone = Run({0: Notes(meta(0, world_size=1), run.notes[0].plans, run.notes[0].steps)})
+    alone = Run({0: RawRecords(meta(0, world_size=1), run.raw[0].plans, run.raw[0].steps)})
     assert "one worker" in verdict(summarize(alone))
 
 
-def test_a_run_without_a_step_has_no_summary() -> None:
+def test_summarize_refuses_a_run_without_steps() -> None:
     with pytest.raises(ValueError, match="no rank has completed a step"):
-        summarize(Run({0: Notes(meta(0))}))
+        summarize(Run({0: RawRecords(meta(0))}))
     with pytest.raises(ValueError, match="at least one rank"):
         Run({})

@@ -1,4 +1,4 @@
-"""The trace: what Perfetto needs to open it, and every span where it belongs."""
+"""The trace: a format that Perfetto opens, with every span on its track."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 from gradsync.profiling import load
 from gradsync.profiling.trace import trace_events, write_trace
-from tests.profiling.notes import write_run
+from tests.profiling.raw_records import write_run
 
 
-def test_a_trace_has_every_step_of_every_rank_on_one_clock(tmp_path: Path) -> None:
+def test_trace_has_every_step_of_every_rank_on_one_clock(tmp_path: Path) -> None:
     write_trace(load(write_run(tmp_path, steps=5, late_ms=40, codec=True)), tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     steps = [event for event in events if event.get("cat") == "step"]
@@ -23,8 +23,8 @@ def test_a_trace_has_every_step_of_every_rank_on_one_clock(tmp_path: Path) -> No
     assert names == {"rank 0", "rank 1"}
 
 
-def test_slices_of_a_track_are_nested_or_apart(tmp_path: Path) -> None:
-    """Perfetto drops slices that overlap in part: so collectives, of which several run at once, are no slices."""
+def test_trace_slices_never_overlap_partially(tmp_path: Path) -> None:
+    """Perfetto drops slices that overlap in part: so collectives, of which several run at once, are async events."""
     events = list(trace_events(load(write_run(tmp_path, steps=2, late_ms=40, codec=True)).steps(0)))
     for track in {event["tid"] for event in events if event["ph"] == "X"}:
         slices = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == track]
@@ -36,5 +36,5 @@ def test_slices_of_a_track_are_nested_or_apart(tmp_path: Path) -> None:
     assert len(set(begun)) == len(begun) == 2 * 3
 
 
-def test_no_steps_make_no_events() -> None:
+def test_trace_of_no_steps_is_empty() -> None:
     assert list(trace_events([])) == []

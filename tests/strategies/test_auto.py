@@ -1,4 +1,4 @@
-"""``auto``: exact until it decides, all ranks alike, only what is allowed, and saved with the rest."""
+"""``auto``: it is exact until it decides, decides alike on all ranks, takes only what is allowed, and is saved."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from torch import nn
 import gradsync
 from gradsync import spec
 from gradsync.advisor import Network
-from gradsync.comm import Communicator, run_ranks
-from gradsync.comm.choice import Table, this_machine
-from gradsync.comm.fastest import fastest
+from gradsync.comm import Communicator
+from gradsync.comm.allreduce.autotune import autotune
+from gradsync.comm.allreduce.table import Table, this_machine
+from gradsync.testing import run_ranks
+from tests.engine.saved import strategy_state
 
 QUICK = "steps=2, seconds=0.02"
 SLOW = Network(name="slow", bytes_per_s=1e5, busy_bytes_per_s=1e5, cpu_s_per_byte=0.0)
@@ -23,7 +25,7 @@ FAST = Network(name="fast", bytes_per_s=1e15, busy_bytes_per_s=1e15, cpu_s_per_b
 
 @pytest.fixture
 def link(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Have the ranks find a network of our choice."""
+    """Replace the measured network by a given one."""
 
     def set_link(network: Network) -> None:
         def measured(comm: Communicator, *, seconds: float) -> Network:
@@ -63,7 +65,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(torch.equal(one["model"][name], other["model"][name]) for name in one["model"])
 
 
-def test_nothing_is_changed_where_nothing_helps(link: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_keeps_exact_allreduce_on_a_fast_network(link: Any, caplog: pytest.LogCaptureFixture) -> None:
     link(FAST)
     with caplog.at_level(logging.INFO, "gradsync"):
         auto = run_ranks(2, lambda comm: train(comm, f"auto({QUICK})", 10))
@@ -74,13 +76,13 @@ def test_nothing_is_changed_where_nothing_helps(link: Any, caplog: pytest.LogCap
     assert [record.message for record in caplog.records if "exact all-reduce stays" in record.message]
 
 
-def test_what_is_not_allowed_is_not_taken(link: Any) -> None:
+def test_auto_takes_only_what_is_allowed(link: Any) -> None:
     link(SLOW)
     for outcome in run_ranks(2, lambda comm: train(comm, f"auto({QUICK})", 10)):
         assert outcome["stats"]["chosen"] == "allreduce"
 
 
-def test_what_is_allowed_is_taken_on_all_ranks_after_the_same_step(link: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_switches_on_all_ranks_after_the_same_step(link: Any, caplog: pytest.LogCaptureFixture) -> None:
     link(SLOW)
     text = f"auto(allow=[allreduce(codec=int8)], {QUICK})"
     with caplog.at_level(logging.INFO, "gradsync"):
@@ -97,19 +99,19 @@ def test_what_is_allowed_is_taken_on_all_ranks_after_the_same_step(link: Any, ca
     assert (before["chosen"], before["auto"]) == ("allreduce", "measuring: exact so far")
 
 
-def test_what_was_decided_is_saved_and_goes_on_bit_for_bit(link: Any) -> None:
+def test_auto_resumes_bit_for_bit_with_its_decision(link: Any) -> None:
     link(SLOW)
     text = f"auto(allow=[allreduce(codec=int8)], {QUICK})"
     whole = run_ranks(2, lambda comm: train(comm, text, 14))
     half = run_ranks(2, lambda comm: train(comm, text, 9))
-    link(FAST)  # it would decide otherwise now, but it has decided
+    link(FAST)  # it would decide differently now, but keeps its decision
     resumed = run_ranks(2, lambda comm: train(comm, text, 14, half[comm.rank]))
     assert all(same(one, other) for one, other in zip(whole, resumed, strict=True))
     assert resumed[0]["stats"]["chosen"] == "allreduce(codec=int8)"
     assert resumed[0]["stats"]["auto"] == half[0]["stats"]["auto"], "it was decided then, and is not again"
 
 
-def test_buckets_of_another_size_are_laid_out_on_all_ranks(link: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_changes_bucket_sizes_on_all_ranks(link: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     link(FAST)
 
     def choose(self: Any, *_: Any) -> list[Any]:
@@ -123,7 +125,7 @@ def test_buckets_of_another_size_are_laid_out_on_all_ranks(link: Any, monkeypatc
     assert all(same(one, other) for one, other in zip(auto, exact, strict=True)), "two ranks' sums have one order"
 
 
-def test_another_algorithm_is_taken_saved_and_as_exact(link: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_chooses_and_saves_an_allreduce_algorithm(link: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     link(FAST)
     rules = ((1 << 16, "native"), (None, "ring"))
 
@@ -131,10 +133,10 @@ def test_another_algorithm_is_taken_saved_and_as_exact(link: Any, monkeypatch: p
         assert num_bytes > 100_000, "the largest bucket's"
         return Table(transport="threads", world_size=3, num_hosts=1, machine=this_machine(), rules=rules)
 
-    monkeypatch.setattr("gradsync.strategies.auto.fastest", ring)
+    monkeypatch.setattr("gradsync.strategies.auto.autotune", ring)
     whole = run_ranks(3, lambda comm: train(comm, f"auto({QUICK})", 12))
     assert "all-reduces by ring, which is faster here; exact all-reduce stays" in whole[0]["stats"]["auto"]
-    assert whole[0]["sync"]["strategy_state"]["algorithms"]["rules"][-1] == [None, "ring"]
+    assert strategy_state(whole[0]["sync"])["algorithms"]["rules"][-1] == [None, "ring"]
     half = run_ranks(3, lambda comm: train(comm, f"auto({QUICK})", 8))
     resumed = run_ranks(3, lambda comm: train(comm, f"auto({QUICK})", 12, half[comm.rank]))
     assert all(same(one, other) for one, other in zip(whole, resumed, strict=True))
@@ -142,25 +144,25 @@ def test_another_algorithm_is_taken_saved_and_as_exact(link: Any, monkeypatch: p
     assert all(torch.allclose(exact[name], value, atol=1e-6) for name, value in whole[0]["model"].items())
 
 
-def test_an_algorithm_is_measured_where_there_is_one_to_choose() -> None:
-    assert run_ranks(2, lambda comm: fastest(comm, 1 << 16)) == [None, None], "of two ranks all are alike"
-    found = run_ranks(3, lambda comm: fastest(comm, 1 << 16, rounds=1))
+def test_autotune_measures_from_three_ranks_on() -> None:
+    assert run_ranks(2, lambda comm: autotune(comm, 1 << 16)) == [None, None], "of two ranks all are alike"
+    found = run_ranks(3, lambda comm: autotune(comm, 1 << 16, rounds=1))
     assert found[0] == found[1] == found[2]
 
 
-def test_a_size_that_the_user_has_said_stays(link: Any) -> None:
+def test_auto_keeps_the_users_bucket_size(link: Any) -> None:
     link(SLOW)
     outcome = run_ranks(2, lambda comm: train(comm, f"auto({QUICK})", 10, bucket_bytes=30_000, first_bucket_bytes=9))[0]
     assert len(outcome["stats"]["bucket_bytes"]) == 5
 
 
-def test_one_worker_has_nothing_to_choose() -> None:
+def test_auto_with_one_worker_chooses_nothing() -> None:
     stats = train(gradsync.connect(), f"auto({QUICK})", 8)["stats"]
     assert stats["auto"] == "one worker: nothing to choose"
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("auto(allow='all')", "'exact' or a list of specs"),
         ("auto(steps=0)", "at least 1"),
@@ -168,17 +170,17 @@ def test_one_worker_has_nothing_to_choose() -> None:
         ("auto(allow=[int8])", "strategy"),
     ],
 )
-def test_a_mistake_is_said(text: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_auto_refuses_invalid_options(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         spec.parse(text)
 
 
-def test_what_an_allowed_strategy_can_not_do_is_said_at_the_start() -> None:
+def test_auto_checks_allowed_strategies_at_the_start() -> None:
     model = nn.Linear(2, 1)
-    with pytest.raises(ValueError, match="onebit_adam goes with Adam"):
+    with pytest.raises(ValueError, match="onebit_adam requires Adam"):
         gradsync.synchronize(model, torch.optim.SGD(model.parameters(), lr=0.1), "auto(allow=[onebit_adam])")
 
 
-def test_its_text_is_read_back() -> None:
+def test_auto_spec_round_trips() -> None:
     text = "auto(allow=[allreduce(codec=int8), 'allreduce(codec=fp16)'], steps=5)"
     assert spec.render(spec.parse(text)) == "auto(allow=[allreduce(codec=int8), allreduce(codec=fp16)], steps=5)"

@@ -1,4 +1,4 @@
-"""Hogwild: one copy of the parameters, which every rank changes whenever it likes."""
+"""Hogwild: one copy of the parameters in shared memory, which every rank changes at any time."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ import torch
 from torch import Tensor, nn
 
 import gradsync
-from gradsync.buffers import BufferSync
 from gradsync.comm.base import Communicator, Solo
 from gradsync.comm.connect import connect
-from gradsync.comm.threads import run_ranks
-from gradsync.strategies import commons
+from gradsync.replicas.buffers import BufferSync
+from gradsync.replicas.training import Training
+from gradsync.strategies import shared_parameters
 from gradsync.strategies.hogwild import Hogwild
-from gradsync.training import Training
-from tests.ranks import run_processes
-from tests.strategies.periodic import equal, params_of
+from gradsync.testing.threads import run_ranks
+from tests.engine.saved import strategy_state, strategy_states
+from tests.strategies.periodic.runs import equal, params_of
+from tests.support.ranks import run_processes
 
 
 def make_model() -> nn.Module:
@@ -38,7 +39,7 @@ def batch_of(rank: int, step: int) -> Tensor:
     return torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def learn(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> float:
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> float:
     optimizer.zero_grad()
     loss = (model(x) - x[:, :2]).square().mean()
     loss.backward()
@@ -49,22 +50,22 @@ def learn(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> floa
 # -- what is shared -----------------------------------------------------------------------------------------------
 
 
-def test_in_turns_it_is_one_model_with_an_optimizer_for_each_rank() -> None:
-    """Ranks that take turns leave nothing to chance: the parameters are common, the momentum each rank's own."""
+def test_hogwild_in_turns_is_one_model_with_an_optimizer_per_rank() -> None:
+    """Ranks that take turns make the result repeatable: parameters are shared, momentum is each rank's own."""
     model = make_model()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for _ in range(3)]
     for step, turn in itertools.product(range(4), range(3)):
-        learn(model, optimizers[turn], batch_of(turn, step))
+        train_step(model, optimizers[turn], batch_of(turn, step))
 
     def rank(comm: Communicator) -> tuple[list[Tensor], dict[str, Any]]:
         mine = make_model()
         optimizer = torch.optim.SGD(mine.parameters(), lr=0.05, momentum=0.9)
         with gradsync.synchronize(mine, optimizer, "hogwild", comm=comm) as sync:
             sync.settle()
-            sync._engine.strategy._held = False  # type: ignore[attr-defined]  # turns are more than it asks for
+            sync._engine.strategy._settled = False  # type: ignore[attr-defined]  # no barrier: the ranks take turns
             for step, turn in itertools.product(range(4), range(3)):
                 if turn == comm.rank:
-                    learn(mine, optimizer, batch_of(turn, step))
+                    train_step(mine, optimizer, batch_of(turn, step))
                 comm.barrier()
             return params_of(mine), sync.stats()
 
@@ -76,20 +77,20 @@ def test_in_turns_it_is_one_model_with_an_optimizer_for_each_rank() -> None:
         assert stats["staleness"]["histogram"] == {**first, 2: 4 - len(first)}, "all others stepped in between"
 
 
-def test_a_world_of_one_trains_as_without_it() -> None:
+def test_hogwild_in_a_world_of_one_changes_nothing() -> None:
     plain, mine = make_model(), make_model()
     expected = torch.optim.AdamW(plain.parameters(), lr=0.02)
     optimizer = torch.optim.AdamW(mine.parameters(), lr=0.02)
     with gradsync.synchronize(mine, optimizer, "hogwild", comm=Solo()) as sync:
         for step in range(10):
-            learn(plain, expected, batch_of(0, step))
-            learn(mine, optimizer, batch_of(0, step))
+            train_step(plain, expected, batch_of(0, step))
+            train_step(mine, optimizer, batch_of(0, step))
             if step % 4 == 0:
                 sync.settle()
     assert equal(params_of(mine), params_of(plain))
 
 
-class Odd(nn.Module):
+class ManyKindsOfParameters(nn.Module):
     """Channels-last, tied, frozen, empty and 16-bit parameters, and one that is not dense in memory."""
 
     def __init__(self) -> None:
@@ -103,11 +104,11 @@ class Odd(nn.Module):
         self.holes = nn.Parameter(torch.randn(4, 6)[:, ::2])
 
 
-def test_every_kind_of_parameter_is_shared_and_private_again_after_close() -> None:
-    first = Odd()
+def test_shared_parameters_of_every_kind_are_private_after_close() -> None:
+    first = ManyKindsOfParameters()
 
     def rank(comm: Communicator) -> list[list[Tensor]]:
-        model = first if comm.rank == 0 else Odd()
+        model = first if comm.rank == 0 else ManyKindsOfParameters()
         seen = []
         sync = gradsync.synchronize(model, torch.optim.SGD(model.parameters(), lr=0.1), "hogwild", comm=comm)
         assert model.conv.weight.is_contiguous(memory_format=torch.channels_last)
@@ -129,12 +130,12 @@ def test_every_kind_of_parameter_is_shared_and_private_again_after_close() -> No
     others, changer = run_ranks(2, rank)
     assert equal(others[0], changer[0])
     assert equal(others[0], [value + 1.0 for value in before])
-    assert equal(others[1], others[0]), "after close() nobody else sees it"
+    assert equal(others[1], others[0]), "after close() other ranks do not see it"
     assert equal(changer[1], [value + 1.0 for value in others[0]])
 
 
-def test_sparse_gradients_touch_only_their_rows() -> None:
-    """Two ranks change neighbouring rows, long ones. Whoever wrote more than its own would undo what the other does."""
+def test_hogwild_sparse_gradients_touch_only_their_rows() -> None:
+    """Two ranks change neighbouring rows, long ones. A rank that wrote more than its own row would undo the other's."""
     num_steps, dim = 25, 300_000
 
     def rank(comm: Communicator) -> Tensor:
@@ -158,7 +159,7 @@ def test_sparse_gradients_touch_only_their_rows() -> None:
 # -- settled ------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_settled_stays_until_every_rank_goes_on() -> None:
+def test_settle_freezes_parameters_until_every_rank_steps() -> None:
     seen: list[list[Tensor]] = []
     looked = threading.Event()
 
@@ -167,14 +168,14 @@ def test_what_is_settled_stays_until_every_rank_goes_on() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         with gradsync.synchronize(model, optimizer, "hogwild", comm=comm) as sync:
             for step in range(5):
-                learn(model, optimizer, batch_of(comm.rank, step))
+                train_step(model, optimizer, batch_of(comm.rank, step))
             sync.settle()
-            if comm.rank == 0:  # it saves or evaluates, and meanwhile the other would go on
+            if comm.rank == 0:  # it saves or evaluates, while the other rank is ready to step
                 seen.append(params_of(model))
                 time.sleep(0.1)
                 seen.append(params_of(model))
                 looked.set()
-            learn(model, optimizer, batch_of(comm.rank, 6))
+            train_step(model, optimizer, batch_of(comm.rank, 6))
             assert looked.is_set()
             sync.settle()
             sync.settle()  # nothing has happened in between
@@ -183,7 +184,7 @@ def test_what_is_settled_stays_until_every_rank_goes_on() -> None:
     assert equal(seen[0], seen[1])
 
 
-def test_ranks_with_other_numbers_of_batches_end_with_the_same_parameters() -> None:
+def test_join_with_uneven_ranks_ends_with_equal_parameters() -> None:
     """By ``join``; with batch normalization, whose buffers are rank 0's then. One rank has no batch at all."""
 
     def rank(comm: Communicator) -> tuple[list[Tensor], list[Tensor]]:
@@ -192,11 +193,11 @@ def test_ranks_with_other_numbers_of_batches_end_with_the_same_parameters() -> N
         with gradsync.synchronize(model, optimizer, "hogwild", comm=comm) as sync:
             with sync.join():
                 for step in range(3 * comm.rank):
-                    learn(model, optimizer, batch_of(comm.rank, step))
+                    train_step(model, optimizer, batch_of(comm.rank, step))
             tensors = [value.clone() for value in model.state_dict().values()]
             loader = gradsync.shard(batch_of(7, 7), global_batch_size=4, comm=comm)  # 6 rows: then one rank has none
             for x in loader:
-                learn(model, optimizer, x.repeat(2, 1))
+                train_step(model, optimizer, x.repeat(2, 1))
             return tensors, params_of(model)
 
     results = run_ranks(3, rank, timeout_s=20.0)
@@ -205,7 +206,7 @@ def test_ranks_with_other_numbers_of_batches_end_with_the_same_parameters() -> N
         assert equal(params, results[0][1])
 
 
-def test_a_step_that_a_scaler_left_out_is_no_update() -> None:
+def test_hogwild_does_not_count_steps_that_a_scaler_skips() -> None:
     model = make_model().float()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -221,25 +222,25 @@ def test_a_step_that_a_scaler_left_out_is_no_update() -> None:
 # -- states -------------------------------------------------------------------------------------------------------
 
 
-def test_counts_are_saved_and_none_is_lost_with_fewer_ranks() -> None:
-    def rank(comm: Communicator) -> list[dict[str, Any]]:
+def test_hogwild_state_keeps_all_counts_with_fewer_ranks() -> None:
+    def rank(comm: Communicator) -> dict[str, Any]:
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         with gradsync.synchronize(model, optimizer, "hogwild", comm=comm) as sync:
             for step in range(comm.rank + 2):
-                learn(model, optimizer, batch_of(comm.rank, step))
+                train_step(model, optimizer, batch_of(comm.rank, step))
             sync.settle()
             return sync.gather_state_dict()
 
     states = run_ranks(3, rank)[0]
-    assert [state["strategy_state"]["updates"] for state in states] == [2, 3, 4]
+    assert [state["updates"] for state in strategy_states(states)] == [2, 3, 4]
 
     def resumed(comm: Communicator) -> dict[str, Any]:
         model = make_model()
         with gradsync.synchronize(model, torch.optim.SGD(model.parameters(), lr=0.05), "hogwild", comm=comm) as sync:
-            sync.load_state_dict(states if comm.world_size == 2 else states[comm.rank])
-            learn(model, sync._engine.training.optimizer, batch_of(comm.rank, 0))
-            return sync.state_dict()["strategy_state"]  # type: ignore[no-any-return]
+            sync.load_state_dict(states)
+            train_step(model, sync._engine.training.optimizer, batch_of(comm.rank, 0))
+            return strategy_state(sync.state_dict())
 
     assert [state["updates"] for state in run_ranks(3, resumed)] == [3, 4, 5]
     fewer = run_ranks(2, resumed)
@@ -250,9 +251,9 @@ def test_counts_are_saved_and_none_is_lost_with_fewer_ranks() -> None:
 # -- what it refuses, and what it survives ------------------------------------------------------------------------
 
 
-def test_ranks_on_several_hosts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hogwild_refuses_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     number = itertools.count()
-    monkeypatch.setattr(commons, "host_identity", lambda: [f"host {next(number) % 2}"])
+    monkeypatch.setattr(shared_parameters, "host_identity", lambda: [f"host {next(number) % 2}"])
 
     def rank(comm: Communicator) -> None:
         model = make_model()
@@ -262,7 +263,7 @@ def test_ranks_on_several_hosts_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
         run_ranks(4, rank)
 
 
-def test_parameters_on_other_devices_are_refused() -> None:
+def test_hogwild_refuses_other_devices() -> None:
     model = nn.Linear(2, 2, device="meta")
     training = Training(
         model=model,
@@ -271,38 +272,38 @@ def test_parameters_on_other_devices_are_refused() -> None:
         buffers=BufferSync(model, "none", Solo()),
     )
     with pytest.raises(ValueError, match=r"weight is on meta. Train on the CPU"):
-        Hogwild().meet(training)
+        Hogwild().setup(training)
 
 
-def test_a_model_that_was_moved_out_of_the_shared_memory_is_noticed() -> None:
+def test_hogwild_refuses_a_model_moved_out_of_shared_memory() -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with gradsync.synchronize(model, optimizer, "hogwild", comm=Solo()):
         param = next(model.parameters())
         param.data = param.data.clone()
         with pytest.raises(ValueError, match=r"0\.weight was moved out of the memory that the ranks share"):
-            learn(model, optimizer, batch_of(0, 0))
+            train_step(model, optimizer, batch_of(0, 0))
 
 
-def test_a_rank_that_never_comes_is_named() -> None:
+def test_settle_names_the_rank_that_does_not_arrive() -> None:
     def rank(comm: Communicator) -> str:
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with gradsync.synchronize(model, optimizer, "hogwild", comm=comm) as sync:
-            learn(model, optimizer, batch_of(0, 0))
+            train_step(model, optimizer, batch_of(0, 0))
             if comm.rank == 1:
-                time.sleep(0.4)  # longer than anybody waits
+                time.sleep(0.4)  # longer than timeout_s
                 return ""
             with pytest.raises(gradsync.PeerLost) as lost:
                 sync.settle()
             return str(lost.value)
 
-    told = run_ranks(2, rank, timeout_s=0.3)[0]
-    assert "rank 1 was lost in settle()" in told
-    assert "no rank made an update meanwhile" in told
+    message = run_ranks(2, rank, timeout_s=0.3)[0]
+    assert "rank 1 was lost in settle()" in message
+    assert "no rank made an update meanwhile" in message
 
 
-def test_who_has_closed_is_not_waited_for_but_missed_when_all_shall_settle() -> None:
+def test_barrier_ignores_closed_ranks_except_in_settle() -> None:
     def rank(comm: Communicator) -> None:
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -310,7 +311,7 @@ def test_who_has_closed_is_not_waited_for_but_missed_when_all_shall_settle() -> 
             sync.settle()
             if comm.rank == 1:
                 return
-            learn(model, optimizer, batch_of(0, 0))
+            train_step(model, optimizer, batch_of(0, 0))
             with pytest.raises(gradsync.PeerLost, match="it has closed its synchronizer"):
                 sync.settle()
 
@@ -322,21 +323,21 @@ def _train_and_lose_one() -> dict[str, Any]:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with gradsync.synchronize(model, optimizer, "hogwild", comm=comm) as sync:
-        losses = [learn(model, optimizer, batch_of(comm.rank, step)) for step in range(40)]
+        losses = [train_step(model, optimizer, batch_of(comm.rank, step)) for step in range(40)]
         sync.settle()
         params = params_of(model)
         updates = sync.stats()["updates"]
-        learn(model, optimizer, batch_of(comm.rank, 40))
+        train_step(model, optimizer, batch_of(comm.rank, 40))
         if comm.rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        for step in range(20):  # nobody waits for the dead
-            learn(model, optimizer, batch_of(comm.rank, step))
-        with pytest.raises(gradsync.PeerLost, match=r"ranks? 2\b"):  # and the survivor that was told first, if it left
+        for step in range(20):  # steps do not wait for the dead rank
+            train_step(model, optimizer, batch_of(comm.rank, step))
+        with pytest.raises(gradsync.PeerLost, match=r"ranks? 2\b"):  # also names the other survivor if it closed first
             sync.settle()
     return {"losses": losses, "params": params, "updates": updates}
 
 
-def test_processes_share_their_parameters_and_go_on_when_one_is_killed() -> None:
+def test_hogwild_processes_continue_after_a_kill() -> None:
     outcomes = run_processes(3, _train_and_lose_one, expect_failure=True)
     assert outcomes[2] == -signal.SIGKILL
     for outcome in outcomes[:2]:

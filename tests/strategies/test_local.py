@@ -1,4 +1,4 @@
-"""Strategies under which gradients stay with their rank: what the engine does, and leaves alone, for them."""
+"""How the engine drives strategies that leave gradients local to their rank."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from torch import Tensor, nn
 
 import gradsync
 from gradsync import spec
-from gradsync.comm import Communicator, run_ranks
+from gradsync.comm import Communicator
 from gradsync.strategies.base import Verdict
 from gradsync.strategies.local import Local
+from gradsync.testing import run_ranks
 
 
 @spec.register("strategy", "test_alone")
-class Alone(Local):
-    """Never meets anybody; notes what it is asked."""
+class RecordingLocal(Local):
+    """Never communicates; records the calls of the engine."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,11 +62,11 @@ def loss_of(model: nn.Linear, value: float) -> Tensor:
     return loss
 
 
-def test_gradients_stay_with_their_rank_and_ranks_need_not_keep_step() -> None:
+def test_local_strategy_leaves_gradients_and_steps_to_each_rank() -> None:
     def train(comm: Communicator) -> tuple[list[list[float]], list[str]]:
         model, optimizer = build()
         seen = []
-        with gradsync.synchronize(model, optimizer, Alone(), comm=comm) as sync:
+        with gradsync.synchronize(model, optimizer, RecordingLocal(), comm=comm) as sync:
             for step in range(2 + comm.rank):
                 optimizer.zero_grad()
                 loss_of(model, 10.0 * comm.rank + step).backward()
@@ -79,11 +80,9 @@ def test_gradients_stay_with_their_rank_and_ranks_need_not_keep_step() -> None:
 
 
 @pytest.mark.parametrize(("weights", "expected"), [((1, 1), 3.0), ((1, 3), 3.5), ((0, 2), 4.0), ((0, 0), 0.0)])
-def test_an_accumulation_is_the_weighted_mean_of_this_ranks_backwards(
-    weights: tuple[int, int], expected: float
-) -> None:
+def test_accumulation_is_the_weighted_mean_of_local_backwards(weights: tuple[int, int], expected: float) -> None:
     model, optimizer = build()
-    with gradsync.synchronize(model, optimizer, Alone(), accumulate=2) as sync:
+    with gradsync.synchronize(model, optimizer, RecordingLocal(), accumulate=2) as sync:
         for value, weight in zip((2.0, 4.0), weights, strict=True):
             sync.set_weight(weight)
             loss_of(model, value).backward()
@@ -92,19 +91,19 @@ def test_an_accumulation_is_the_weighted_mean_of_this_ranks_backwards(
         assert gradient(model) == [expected] * 3
 
 
-def test_a_single_backward_of_weight_zero_is_zero() -> None:
+def test_backward_with_weight_zero_gives_zero() -> None:
     model, optimizer = build()
-    with gradsync.synchronize(model, optimizer, Alone()) as sync:
+    with gradsync.synchronize(model, optimizer, RecordingLocal()) as sync:
         sync.set_weight(0)
         loss_of(model, 2.0).backward()
         assert gradient(model) == [0.0] * 3
 
 
-def test_a_step_that_a_scaler_leaves_out_is_told() -> None:
+def test_local_strategy_is_told_of_steps_that_a_scaler_skips() -> None:
     model, optimizer = build()
     model.float()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    with gradsync.synchronize(model, optimizer, Alone(), scaler=scaler) as sync:
+    with gradsync.synchronize(model, optimizer, RecordingLocal(), scaler=scaler) as sync:
         for value in (1.0, float("inf"), 1.0):
             optimizer.zero_grad()
             scaler.scale(loss_of(model, value)).backward()
@@ -113,10 +112,10 @@ def test_a_step_that_a_scaler_leaves_out_is_told() -> None:
         assert sync.stats()["events"] == ["before 1", "after 1", "after 2", "before 3", "after 3"]
 
 
-def test_at_the_end_of_its_data_it_is_asked_to_join_and_its_leader_is_followed() -> None:
+def test_join_calls_the_strategy_and_copies_its_leader() -> None:
     def train(comm: Communicator) -> tuple[float, list[str]]:
         model, optimizer = build()
-        with gradsync.synchronize(model, optimizer, Alone(), comm=comm) as sync:
+        with gradsync.synchronize(model, optimizer, RecordingLocal(), comm=comm) as sync:
             with sync.join():
                 for _ in range(1 + comm.rank):
                     optimizer.zero_grad()

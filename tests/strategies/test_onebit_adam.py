@@ -1,4 +1,4 @@
-"""1-bit Adam: exact until the variance is frozen, then momentum with feedback, by the user's own optimizer."""
+"""1-bit Adam: exact until the variance is frozen, then compressed momentum, with the user's own optimizer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import gradsync
-from gradsync.comm import Communicator, run_ranks
+from gradsync.comm import Communicator
 from gradsync.strategies import OneBitAdam
+from gradsync.testing import run_ranks
+from tests.engine.saved import strategy_state
 
 WARMUP, STEPS = 4, 9
 
@@ -69,7 +71,7 @@ def train(
 
 
 def reference(world: int) -> list[Tensor]:
-    """One process on everybody's batches, with the formulas of the paper written out."""
+    """One process on the batches of all ranks, with the formulas of the paper written out."""
     model = build()
     optimizer = adamw(model)
     for step in range(STEPS):
@@ -89,7 +91,7 @@ def reference(world: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("world", "with_closure"), [(1, False), (2, False), (3, True)])
-def test_with_nothing_left_out_it_is_adam_with_a_frozen_variance(world: int, with_closure: bool) -> None:
+def test_onebit_adam_without_loss_is_adam_with_a_frozen_variance(world: int, with_closure: bool) -> None:
     def go(comm: Communicator) -> dict[str, Any]:
         return train(comm, OneBitAdam(warmup_steps=WARMUP, codec="dense"), with_closure=with_closure)
 
@@ -98,7 +100,7 @@ def test_with_nothing_left_out_it_is_adam_with_a_frozen_variance(world: int, wit
         assert torch.allclose(mine, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_the_warm_up_is_exact_and_then_replicas_stay_equal() -> None:
+def test_onebit_adam_warms_up_exactly_and_keeps_replicas_equal() -> None:
     exact = run_ranks(2, lambda comm: train(comm, "allreduce"))
     ranks = run_ranks(2, lambda comm: train(comm, OneBitAdam(warmup_steps=WARMUP)))
     for step in range(STEPS):
@@ -106,13 +108,13 @@ def test_the_warm_up_is_exact_and_then_replicas_stay_equal() -> None:
         assert all(torch.equal(a, b) for a, b in zip(mine, ranks[1]["digests"][step], strict=True))
         same = all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(mine, exact[0]["digests"][step], strict=True))
         assert same == (step < WARMUP), step
-    owed = ranks[0]["sync"]["strategy_state"]["reducer"]["own"]["residuals"]
-    assert owed["0.weight"].any()
+    residuals = strategy_state(ranks[0]["sync"])["reducer"]["own"]["residuals"]
+    assert residuals["0.weight"].any()
     state = ranks[0]["optimizer"]["state"]
     assert all(float(entry["step"]) == STEPS for entry in state.values())
 
 
-def test_a_resumed_run_is_the_one_that_never_stopped() -> None:
+def test_onebit_adam_resumes_bit_for_bit() -> None:
     def go(comm: Communicator) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
         whole = train(comm, "onebit_adam(warmup_steps=4)")
         half = train(comm, "onebit_adam(warmup_steps=4)", steps=6)
@@ -126,22 +128,22 @@ def test_a_resumed_run_is_the_one_that_never_stopped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda params: torch.optim.SGD(params, lr=0.1), "Adam or AdamW"),
         (lambda params: torch.optim.Adam(params, amsgrad=True), "amsgrad"),
         (lambda params: torch.optim.Adam(params, weight_decay=0.1), "Use AdamW"),
     ],
 )
-def test_what_it_can_not_do_it_says(make: Any, said: str) -> None:
+def test_onebit_adam_refuses_unsupported_optimizers(make: Any, message: str) -> None:
     model = build()
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         gradsync.synchronize(model, make(model.parameters()), "onebit_adam")
     with pytest.raises(ValueError, match="no variance to freeze"):
         OneBitAdam(warmup_steps=0)
 
 
-def test_kernels_and_torch_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_onebit_adam_kernels_agree_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     def trained() -> list[Tensor]:
         def run(comm: Communicator) -> list[Tensor]:
             model = build().float()
@@ -165,7 +167,7 @@ def test_kernels_and_torch_agree(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(ours, torchs, rtol=1e-4, atol=1e-6)
 
 
-def test_a_weight_that_a_kernel_has_changed_is_known_as_changed() -> None:
+def test_onebit_adam_kernel_increments_the_version() -> None:
     model = nn.Linear(4, 4)
     optimizer = adamw(model)
     with gradsync.synchronize(model, optimizer, OneBitAdam(warmup_steps=1)):

@@ -1,4 +1,9 @@
-"""The adviser: from a few recorded steps and a measured network to what every choice would cost, and which to take."""
+"""The advisor: from a few recorded steps and a measured network to what every choice would cost, and which to take.
+
+``measurement``, ``network`` and ``costs`` describe what was measured. ``comm_pattern`` says what a strategy sends and
+when, ``cost_model`` and ``simulate`` predict its step time, ``convergence`` holds what is known of its effect on the
+loss, and ``advise`` compares the choices.
+"""
 
 from __future__ import annotations
 

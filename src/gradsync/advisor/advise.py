@@ -1,7 +1,8 @@
-"""The adviser: what each choice would cost, and which to take; "change nothing" is one of its answers.
+"""The advisor's answer: what each choice would cost, and which to take. "Change nothing" is one of its answers.
 
-Speed and convergence are told apart. Choices that change the maths are looked at, and shown, but never recommended
-unless the user allows them; among those allowed, the predicted time to a given loss counts and not the step's.
+Speed and convergence are judged separately. Choices that change the maths are evaluated and shown, but never
+recommended unless the user allows them. Allowed choices are compared by predicted time to a given loss and not by their
+step time.
 """
 
 from __future__ import annotations
@@ -11,19 +12,19 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from gradsync import spec
+from gradsync.advisor.comm_pattern import comm_pattern_of
 from gradsync.advisor.convergence import Risk, convergence_of
 from gradsync.advisor.cost_model import CannotPredict, Compute, Prediction, calibrate, predict
 from gradsync.advisor.costs import Costs
-from gradsync.advisor.meaning import meaning_of
 from gradsync.advisor.measurement import Choice, Measurement
 from gradsync.advisor.network import Network
-from gradsync.bucket import MIB
+from gradsync.buckets.bucket import MIB
 
 Allow = Literal["exact", "all"] | Sequence[str]
 
-MARGIN = 0.05  # what is not faster by this is not worth a change, nor within what the model can tell
-RESIZED = 0.2  # of the margin, for a bucket size that leaves less to wait for: see `_best`
-WORTH_NAMING = 0.03  # of the step: below it synchronization is not what the step's time goes to
+MARGIN = 0.05  # a smaller speed-up is not worth a change, and beyond the model's accuracy
+RESIZED = 0.2  # of the margin: enough for another bucket size that exposes less communication, see `_best`
+WORTH_NAMING = 0.03  # of the step: a smaller share of synchronization is not worth a change
 WORLD_SIZES = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 _DEFAULTS = (
@@ -45,22 +46,22 @@ _DEFAULTS = (
 
 
 def default_choices() -> tuple[Choice, ...]:
-    """What ``advise`` looks at unless told otherwise: exact ones of several bucket sizes, codecs, less often."""
+    """The choices that ``advise`` considers by default: exact ones of several bucket sizes, codecs, periodic ones."""
     known = spec.names("strategy")
     return tuple(Choice(text, size) for text, size in _DEFAULTS if text.partition("(")[0] in known)
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one choice would cost, and risk."""
+    """What one choice would cost, and its risk to convergence."""
 
     choice: Choice
     step_s: float
-    sync_s: float  # what the step takes longer than computing alone
-    exposed_s: float  # of it, after the last gradient
+    sync_s: float  # by how much the step is longer than computing alone
+    exposed_s: float  # of it, the part after the last gradient
     share: float  # sync_s of step_s
     bytes_per_step: float
-    speedup: float  # of the step, against what ran
+    speedup: float  # of the step, over what ran
     exact: bool
     allowed: bool
     risk: Risk
@@ -70,13 +71,13 @@ class Row:
 
     @property
     def rank_by(self) -> float:
-        """What rows are compared by: time to a loss; where the steps are not known, as if each were worth the most."""
+        """The value by which rows are compared: time to a loss. An unknown number of steps is taken to be unchanged."""
         return self.time_to_loss if self.time_to_loss is not None else 1.0 / self.speedup
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What the adviser has to say. ``rows`` come in the order of the choices; the first is what ran."""
+    """The advisor's answer. ``rows`` are in the order of the choices; the first is what ran."""
 
     rows: tuple[Row, ...]
     best: Row
@@ -126,14 +127,14 @@ def advise(
     Args:
         measurement: a typical step.
         network: on which the choices are to be judged.
-        costs: what the choices' arithmetic takes here (:func:`measure_costs`); typical figures unless given.
-        world_size: of the run to be judged; the recorded one's unless said.
-        allow: "exact" (the maths stays the same), "all" of which it is known how they converge, or the specs that may
-            be recommended beside exact ones.
-        choices: to look at; what ran is always one of them.
+        costs: the time of the choices' own arithmetic here (:func:`measure_costs`); default: typical figures.
+        world_size: of the run to be judged; default: that of the recorded run.
+        allow: "exact" (the maths stays the same), "all" choices whose convergence is known, or the specs that may
+            be recommended in addition to exact ones.
+        choices: to consider; what ran is always one of them.
         recorded_on: the network on which the step was recorded, if that is another.
         margin: by how much a choice must be faster to be worth a change; a fifth of it is enough for a bucket size
-            that leaves less to wait for. Higher => "change nothing" more often.
+            that exposes less communication. Higher => "change nothing" more often.
 
     >>> from gradsync.advisor import Gradient, Measurement, Network, advise
     >>> gradients = (Gradient("big", (1000, 1000), ready_s=0.2), Gradient("small", (10,), ready_s=0.3))
@@ -153,7 +154,7 @@ def advise(
     now = predict(compute, measurement.choice, network, costs, world_size=size)
     rows = [_row(now, now, allowed)]
     for choice in looked_at:
-        if _is_the_same(choice, measurement):
+        if _is_what_ran(choice, measurement):
             continue
         try:
             found = predict(compute, choice, network, costs, world_size=size)
@@ -174,7 +175,7 @@ def scaling(
     world_sizes: Iterable[int] = WORLD_SIZES,
     recorded_on: Network | None = None,
 ) -> list[dict[str, Any]]:
-    """Predict choices at several numbers of ranks, each with the same work. One row for each, as plain data.
+    """Predict choices at several numbers of ranks, with the same work for each rank. One row for each, as plain data.
 
     >>> from gradsync.advisor import Choice, Gradient, Measurement, Network, scaling
     >>> gradients = (Gradient("w", (1000, 1000), ready_s=0.2),)
@@ -212,17 +213,17 @@ def _allowed(allow: Allow) -> Allow:
     return [spec.render(spec.parse(text, "strategy")) for text in allow]
 
 
-def _is_the_same(choice: Choice, measurement: Measurement) -> bool:
-    """Whether a choice is what ran, in other words."""
+def _is_what_ran(choice: Choice, measurement: Measurement) -> bool:
+    """Whether a choice is what ran, written differently."""
     ran = measurement.choice
     return _rendered(choice) == _rendered(ran) and choice.bucket_bytes == ran.bucket_bytes
 
 
 def _row(found: Prediction, now: Prediction, allow: Allow) -> Row:
-    meaning = meaning_of(found.choice.strategy)
-    known, before = convergence_of(meaning), convergence_of(meaning_of(now.choice.strategy))
+    pattern = comm_pattern_of(found.choice.strategy)
+    known, before = convergence_of(pattern), convergence_of(comm_pattern_of(now.choice.strategy))
     named = not isinstance(allow, str) and _rendered(found.choice) in allow
-    may = meaning.exact or named or (allow == "all" and known.steps_factor is not None)
+    may = pattern.exact or named or (allow == "all" and known.steps_factor is not None)
     to_loss = None
     if known.steps_factor is not None and before.steps_factor is not None:
         to_loss = found.step_s * known.steps_factor / (now.step_s * before.steps_factor)
@@ -234,7 +235,7 @@ def _row(found: Prediction, now: Prediction, allow: Allow) -> Row:
         share=found.share,
         bytes_per_step=found.bytes_per_step,
         speedup=now.step_s / found.step_s,
-        exact=meaning.exact,
+        exact=pattern.exact,
         allowed=may or found.choice == now.choice,
         risk=known.risk,
         note=known.note,
@@ -248,13 +249,13 @@ def _rendered(choice: Choice) -> str:
 
 
 def _best(rows: Sequence[Row], margin: float) -> Row:
-    """The allowed row that gets to a loss soonest; of those that are as good, what ran, or else an exact one."""
+    """The allowed row that reaches a loss soonest. Among equally good ones: what ran, or else an exact one."""
     now = rows[0]
     candidates = [row for row in rows if row.allowed]
     least = min(row.rank_by for row in candidates)
     if now.rank_by <= least * (1 + margin):
-        # Another bucket size is but a number to change, and what waits for the last bucket is what the model knows
-        # best. (What fewer, larger collectives save it knows less well: that must bring the whole margin.)
+        # Another bucket size is easy to try, and the model is most accurate about the wait for the last bucket.
+        # (It is less accurate about what fewer, larger collectives save: those must bring the whole margin.)
         resized = [row for row in candidates if row.choice.strategy == now.choice.strategy]
         sooner = [row for row in resized if row.exposed_s < now.exposed_s]
         soonest = min(sooner, key=lambda row: row.rank_by, default=now)

@@ -1,7 +1,7 @@
-"""What each choice's own arithmetic takes on this machine: seconds for each byte of gradients that it handles.
+"""The time of each choice's own arithmetic on this machine: seconds for each byte of gradients.
 
-It is measured by rehearsal: the choice's own reducer is walked over buckets as it is in training, with a communicator
-that has everything arrive at once, and what stands between its collectives is timed.
+It is measured by a dry run: the choice's own reducer reduces buckets as in training, over a communicator whose
+collectives complete at once, and the time between its collectives is taken.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from gradsync.advisor.meaning import Meaning, meaning_of
+from gradsync.advisor.comm_pattern import CommPattern, comm_pattern_of
 from gradsync.advisor.measurement import Choice, Gradient
-from gradsync.bucket import BucketPlan, plan_buckets
+from gradsync.buckets.bucket import BucketPlan, plan_buckets
+from gradsync.buckets.slot import Slot
 from gradsync.comm.base import DEFAULT_TIMEOUT_S, Communicator, Finished, ReduceOp, Solo, Work
 from gradsync.reducers.base import Reducer
-from gradsync.slot import Slot
 
-SAMPLE_BYTES = 64 << 20  # of gradients at most are rehearsed; of a larger model a part stands for all
+SAMPLE_BYTES = 64 << 20  # at most this many bytes of gradients are reduced; a larger model is sampled
 ROUNDS = 5
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds for each byte of gradients: before each of its collectives, and after the last one."""
+    """Seconds for each byte of gradients: before each collective (``stages``), and after the last one (``finish``)."""
 
     stages: tuple[float, ...]
     finish: float = 0.0
@@ -37,10 +37,10 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What was measured, by the text of the strategy and whether there are more than two ranks.
+    """The measured costs, by reducer and by whether there are more than two ranks.
 
-    ``copy``: of moving a fresh gradient into its bucket, which is a part of every recorded backward, and which codecs
-    that read gradients where they lie leave out.
+    ``copy``: seconds a byte to copy a fresh gradient into its bucket. It is a part of every recorded backward; codecs
+    that read gradients where autograd put them save it.
 
     >>> from gradsync.advisor import Costs
     >>> Costs.typical().of("allreduce", world_size=2)
@@ -53,20 +53,20 @@ class Costs:
 
     def of(self, strategy: str, *, world_size: int) -> Cost:
         """The cost of a strategy. Raises if it was not measured."""
-        meaning = meaning_of(strategy)
-        if meaning.is_plain:
+        pattern = comm_pattern_of(strategy)
+        if pattern.is_plain:
             return Cost((0.0,))
-        stages = meaning.make_reducer().stages(world_size)
-        for key in (_key(meaning, world_size), _key(meaning, 2 if world_size != 2 else 3)):
+        stages = pattern.make_reducer().stages(world_size)
+        for key in (_key(pattern, world_size), _key(pattern, 2 if world_size != 2 else 3)):
             if key in self.by_strategy:
                 return _with_stages(self.by_strategy[key], stages)
         if self.measured:
             raise ValueError(f"the cost of {strategy!r} was not measured. Give it to measure_costs() too.")
-        return typical(meaning, world_size)
+        return typical(pattern, world_size)
 
     @classmethod
     def typical(cls) -> Costs:
-        """Of a core of a 2023 server with two ranks on it, for predictions where nothing could be measured."""
+        """The costs on a core of a 2023 server with two ranks on it, for predictions where nothing was measured."""
         return cls(copy=0.25e-9, measured=False)
 
     def as_dict(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Costs:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Costs:
-        """What ``as_dict`` gave."""
+        """Restore costs from ``as_dict``, directly or from JSON."""
         found = {key: Cost(tuple(cost["stages"]), cost["finish"]) for key, cost in data["by_strategy"].items()}
         return cls(copy=data["copy"], by_strategy=found, measured=data["measured"])
 
@@ -84,9 +84,9 @@ class Costs:
 TYPICAL_NS = {"Cast": (0.25, 0.35), "Blockwise": (0.45, 0.4), "Sparse": (1.3, 0.2), "PowerSGD": (1.6, 0.6)}
 
 
-def typical(meaning: Meaning, world_size: int) -> Cost:
+def typical(pattern: CommPattern, world_size: int) -> Cost:
     """A guess for a reducer that was not measured."""
-    reducer = meaning.make_reducer()
+    reducer = pattern.make_reducer()
     names = [base.__name__ for base in type(reducer).__mro__]
     for rule in getattr(getattr(reducer, "rules", None), "patterns", ()):
         names += [base.__name__ for base in type(rule[1]).__mro__]
@@ -103,7 +103,7 @@ def measure_costs(
     comm: Communicator | None = None,
     sample_bytes: int = SAMPLE_BYTES,
 ) -> Costs:
-    """Rehearse every choice, about 0.2 s each. With ``comm`` all ranks do so at once, sharing memory as in training.
+    """Time every choice's reducer, about 0.2 s each. With ``comm`` all ranks do so at once, sharing memory bandwidth.
 
     Every rank calls it with the same arguments, and all get the same answer: the slowest rank's.
     """
@@ -111,18 +111,18 @@ def measure_costs(
     sample = _sample(gradients, sample_bytes)
     found: dict[str, Cost] = {}
     for choice in choices:
-        meaning = meaning_of(choice.strategy)
-        key = _key(meaning, world_size)
-        if not meaning.is_plain and key not in found:
-            found[key] = _rehearse(meaning.make_reducer(), sample, min(max(2, world_size), 4), comm)
+        pattern = comm_pattern_of(choice.strategy)
+        key = _key(pattern, world_size)
+        if not pattern.is_plain and key not in found:
+            found[key] = _time_reducer(pattern.make_reducer(), sample, min(max(2, world_size), 4), comm)
     return Costs(copy=_copy_cost(sample, comm), by_strategy=found)
 
 
 def _with_stages(cost: Cost, stages: int) -> Cost:
-    """A cost that was measured with two ranks, or with more, for the other case.
+    """Convert a cost that was measured with two ranks for more than two, or the reverse.
 
-    Of two ranks each gives all of its own to the other. Of more, each decodes the others' codes of its shard, which is
-    as much as decoding all of one, and encodes the sum.
+    Two ranks send each other their whole code. Of more ranks, each decodes the others' codes of its shard, which is
+    as much work as decoding one whole code, and encodes the sum.
     """
     if len(cost.stages) == stages:
         return cost
@@ -131,12 +131,12 @@ def _with_stages(cost: Cost, stages: int) -> Cost:
     return Cost(cost.stages[:stages], cost.finish)
 
 
-def _key(meaning: Meaning, world_size: int) -> str:
-    return f"{meaning.reducer_text} {'2' if world_size == 2 else 'n'}"
+def _key(pattern: CommPattern, world_size: int) -> str:
+    return f"{pattern.reducer_text} {'2' if world_size == 2 else 'n'}"
 
 
 def _sample(gradients: Sequence[Gradient], sample_bytes: int) -> list[Gradient]:
-    """Gradients of about so many bytes, spread over the model by bytes; of one that is too large, some rows."""
+    """Gradients of about ``sample_bytes``, spread over the model by bytes; some rows of a too large one."""
     total = sum(gradient.num_bytes for gradient in gradients)
     if total <= sample_bytes:
         return list(gradients)
@@ -144,7 +144,7 @@ def _sample(gradients: Sequence[Gradient], sample_bytes: int) -> list[Gradient]:
     seen = taken = 0
     for gradient in gradients:
         seen += gradient.num_bytes
-        wanted = sample_bytes * seen // total - taken  # bytes, up to here
+        wanted = sample_bytes * seen // total - taken  # bytes still to be sampled up to here
         if gradient.num_bytes > sample_bytes and gradient.shape:
             rows = max(1, gradient.shape[0] * max(0, wanted) // gradient.num_bytes)
             gradient = replace(gradient, shape=(rows, *gradient.shape[1:]))
@@ -154,30 +154,30 @@ def _sample(gradients: Sequence[Gradient], sample_bytes: int) -> list[Gradient]:
     return chosen
 
 
-def _rehearse(reducer: Reducer, sample: Sequence[Gradient], world_size: int, comm: Communicator) -> Cost:
-    stage = _Stage(world_size)
+def _time_reducer(reducer: Reducer, sample: Sequence[Gradient], world_size: int, comm: Communicator) -> Cost:
+    instant_comm = _InstantComm(world_size)
     params = [(gradient.name, _parameter(gradient)) for gradient in sample]
-    plan = BucketPlan(plan_buckets(params, cap_bytes=reducer.bucket_bytes), [], dict(params), stage)
-    reducer.attach(plan, stage)
+    plan = BucketPlan(plan_buckets(params, cap_bytes=reducer.bucket_bytes), [], dict(params), instant_comm)
+    reducer.attach(plan, instant_comm)
     num_bytes = max(1, sum(gradient.num_bytes for gradient in sample))
     rounds: list[list[float]] = []
     for number in range(ROUNDS + 1):  # the first compiles kernels and touches pages
         taken = [0.0] * (reducer.stages(world_size) + 1)
         comm.barrier()
         for bucket in plan.buckets:
-            bucket.open()
+            bucket.begin_step()
             for slot in bucket.slots:
                 slot.param.grad = _fresh(slot)
                 if not slot.is_small:
-                    slot.bring_in(None, may_lend=reducer.reads_fresh_gradients)
+                    slot.place(None)
                 slot.ready = True
-            bucket.seal(1.0 / world_size, lend_small=reducer.reads_small_gradients)
-            generator, at, start_s = reducer.reduce(bucket, stage), 0, time.perf_counter()
+            bucket.finalize(1.0 / world_size)
+            generator, at, start_s = reducer.reduce(bucket, instant_comm), 0, time.perf_counter()
             for _ in generator:
                 taken[at] += time.perf_counter() - start_s
                 at, start_s = at + 1, time.perf_counter()
             taken[at] += time.perf_counter() - start_s
-            bucket.unseal()
+            bucket.publish()
         reducer.end_step(finite=True)
         if number:
             rounds.append(taken)
@@ -190,9 +190,9 @@ def _rehearse(reducer: Reducer, sample: Sequence[Gradient], world_size: int, com
 
 
 def _copy_cost(sample: Sequence[Gradient], comm: Communicator) -> float:
-    stage = _Stage(2)
+    instant_comm = _InstantComm(2)
     params = [(gradient.name, _parameter(gradient)) for gradient in sample]
-    plan = BucketPlan(plan_buckets(params), [], dict(params), stage)
+    plan = BucketPlan(plan_buckets(params), [], dict(params), instant_comm)
     taken: list[float] = []
     for _ in range(ROUNDS + 1):
         fresh = {slot.name: _fresh(slot) for bucket in plan.buckets for slot in bucket.slots}
@@ -214,7 +214,7 @@ def _parameter(gradient: Gradient) -> Parameter:
 
 
 def _fresh(slot: Slot) -> Tensor:
-    """A gradient such as training brings: numbers of many sizes, not zeros, which some codecs are done with sooner."""
+    """A gradient like those of training: values of many magnitudes. Zeros would make some codecs too fast."""
     seed = torch.linspace(-3.0, 3.0, 4099)
     return (
         (seed * seed.abs())
@@ -224,10 +224,10 @@ def _fresh(slot: Slot) -> Tensor:
     )
 
 
-class _Stage(Communicator):
-    """One of many ranks whose collectives are over as soon as they start: nothing moves."""
+class _InstantComm(Communicator):
+    """Rank 0 of several, whose collectives complete as soon as they start: no data moves."""
 
-    transport = "rehearsal"
+    transport = "dry run"
 
     def __init__(self, world_size: int) -> None:
         super().__init__(0, world_size, timeout_s=DEFAULT_TIMEOUT_S)
@@ -261,4 +261,4 @@ class _Stage(Communicator):
         return None
 
     def split(self, ranks: Sequence[int]) -> Communicator | None:
-        return _Stage(len(ranks))
+        return _InstantComm(len(ranks))

@@ -1,4 +1,4 @@
-"""What the adviser is told: how a typical step ran (``Measurement``), and what could be done instead (``Choice``)."""
+"""The advisor's input: how a typical step ran (``Measurement``), and the alternatives to it (``Choice``)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from gradsync import spec
-from gradsync.bucket import FIRST_BUCKET_BYTES, MIB
+from gradsync.buckets.bucket import FIRST_BUCKET_BYTES, MIB
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to keep the replicas in step: a strategy's spec, and the size of its buckets unless it is the usual one.
+    """One way to keep the replicas in step: a strategy's spec, and the size of its buckets if it is not the default.
 
     >>> from gradsync.advisor import Choice
     >>> str(Choice("allreduce(codec=int8)")), str(Choice("allreduce", bucket_bytes=4 << 20))
@@ -29,7 +29,7 @@ class Choice:
         usual = spec.parse(self.strategy, "strategy").bucket_bytes
         if self.bucket_bytes is not None and self.bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be at least 1; got {self.bucket_bytes}.")
-        if self.bucket_bytes == usual:  # said or not, it is the same choice
+        if self.bucket_bytes == usual:  # given or not, it is the same choice
             object.__setattr__(self, "bucket_bytes", None)
 
     def __str__(self) -> str:
@@ -42,8 +42,8 @@ class Choice:
 class Gradient:
     """A trainable parameter, and when its gradient is ready.
 
-    ``ready_s``: seconds from the beginning of the step; None if only later ones are known, as where a record holds
-    whole buckets: it is then guessed by bytes.
+    ``ready_s``: seconds from the beginning of the step. None: only that of a later gradient is known, as where a record
+    holds whole buckets; it is then estimated by bytes.
     """
 
     name: str
@@ -75,11 +75,11 @@ class Measurement:
         gradients: in the order in which they become ready.
         forward_s: from the beginning of the step to the beginning of backward: data, ``zero_grad``, forward.
         backward_s: from there to the last gradient.
-        exposed_s: from the last gradient to ``backward()``'s return: what synchronization added.
+        exposed_s: from the last gradient to the return of ``backward()``: what synchronization added.
         after_s: from there to the end of ``optimizer.step()``.
-        waiting_s: of ``exposed_s``, what was spent waiting for slower ranks. No choice that waits for all removes it.
+        waiting_s: the part of ``exposed_s`` spent waiting for slower ranks. No choice that waits for all removes it.
         choice: what ran.
-        ranks_per_host, cores_per_host, threads: whether compute and transport share cores.
+        ranks_per_host, cores_per_host, threads: they decide whether compute and transport share cores.
 
     >>> from gradsync.advisor import Choice, Gradient, Measurement
     >>> gradients = (Gradient("weight", (1000, 100), ready_s=0.03),)
@@ -120,13 +120,13 @@ class Measurement:
 
     @property
     def spare_core(self) -> bool:
-        """Whether a rank has a core beside those on which it computes."""
+        """Whether a rank has a core more than those on which it computes."""
         return self.cores_per_host // max(1, self.ranks_per_host) > self.threads
 
     def increments(self) -> tuple[float, ...]:
-        """For each gradient the seconds of backward from the one before it to it, as recorded. Their sum is backward's.
+        """For each gradient, the recorded seconds of backward since the previous one. They add up to ``backward_s``.
 
-        Gradients that are ready at an unknown time get a part of the stretch up to the next known one, by their bytes.
+        Gradients of unknown time share the interval up to the next known one in proportion to their bytes.
         """
         known: list[float] = []
         start, waiting = 0.0, []
@@ -142,7 +142,7 @@ class Measurement:
         return tuple(known)
 
     def with_world(self, world_size: int) -> Measurement:
-        """The same step of a rank among another number of them."""
+        """The same step with another number of ranks."""
         return replace(self, world_size=world_size)
 
     def as_dict(self) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class Measurement:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Measurement:
-        """What ``as_dict`` gave, from JSON too."""
+        """Restore a measurement from ``as_dict``, directly or from JSON."""
         gradients = [Gradient(**{**each, "shape": tuple(each["shape"])}) for each in data["gradients"]]
         return cls(**{**data, "gradients": tuple(gradients), "choice": Choice(**data["choice"])})
 

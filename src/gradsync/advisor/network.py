@@ -1,4 +1,4 @@
-"""What a network does for collectives: how fast, how late, and at what cost to the cores that compute."""
+"""A network as collectives see it: rate, latency, and the cost to the cores that compute; and how it is measured."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from typing import Any
 
 import torch
 
+from gradsync.comm.allreduce.autotune import hosts_of
 from gradsync.comm.base import Communicator, Work
-from gradsync.comm.fastest import hosts_of
-from gradsync.comm.hosts import ranks_by_host
 from gradsync.comm.objects import broadcast_object
+from gradsync.comm.topology import ranks_by_host
 
 BITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 GOODPUT = 0.952  # of a link's rate: the rest are headers. As iperf3 measured it.
-LATENCY_S = 50e-6  # of a link that is only named
-CALL_S = 200e-6  # to start a collective and to hear of its end, of a transport that was not measured
-CPU_S_PER_BYTE = 0.4e-9  # of a TCP transport that was not measured
+LATENCY_S = 50e-6  # of a link of which only the rate is given
+CALL_S = 200e-6  # to start a collective and learn of its end, for a transport that was not measured
+CPU_S_PER_BYTE = 0.4e-9  # for a TCP transport that was not measured
 SMALL_BYTES = 4096
-STREAM_CALLS = 4  # collectives under way at once, as a backward starts them
-LEAST_STREAM_BYTES, MOST_STREAM_BYTES = 1 << 16, 1 << 23  # of each of them
-LARGE_CALL = 3  # times as large as those of a stream
-LARGE_BYTES = 8 << 20  # what a rank sends in one collective, from which on it is a large one
+STREAM_CALLS = 4  # collectives in flight at once, as a backward starts them
+MIN_STREAM_BYTES, MAX_STREAM_BYTES = 1 << 16, 1 << 23  # of each of them
+LARGE_CALL = 3  # a large collective is this many times as large as those of a stream
+LARGE_BYTES = 8 << 20  # a collective in which a rank sends more is a large one
 BUSY_ROUNDS = 4
-LEAST_SHARE = 0.2  # slower than this, something else was in the way
-MATRIX = 160  # of the computation that is disturbed: some 0.2 ms on one core
+MIN_SHARE = 0.2  # a lower measured share means that something else interfered
+MATRIX = 160  # the size of the matrix product that is disturbed: some 0.2 ms on one core
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """A link between ranks, as collectives see it. Rates are of what one rank sends, while others send as much.
+    """A link between ranks, as collectives see it. Rates are what one rank sends while the others send as much.
 
     Args:
         name: for reports.
-        bytes_per_s: while nobody computes.
+        bytes_per_s: while no rank computes.
         busy_bytes_per_s: while the ranks compute. Lower where the transport needs cores that are taken.
         latency_s: from one rank to another. Counts once a round: a ring of n ranks takes 2 (n - 1) of them.
-        call_s: to start a collective and hear of its end, beyond that.
+        call_s: to start a collective and learn of its end, beyond the latency.
         busy_call_s: the same while the ranks compute.
-        cpu_s_per_byte: of computing that is lost for each byte sent: what the transport takes from the cores.
-        burst_bytes: let through at once after a pause, as token buckets of clouds (and of ``tc``) do.
-        exchange_share: of these rates, what an all-to-all reaches, by which codes travel that can't be added up.
-        half_s_per_byte: what a byte takes longer where the transport adds up 16-bit floats, slowly as CPUs do.
-        large_share: of these rates, what large buckets reach: they fill the queue of a slow link, which then drops.
-        transport, world_size: what was measured.
+        cpu_s_per_byte: seconds of computing lost for each byte sent: what the transport takes from the cores.
+        burst_bytes: passed without delay after a pause, as the token buckets of clouds (and of ``tc``) do.
+        exchange_share: the share of these rates that an all-to-all reaches; codes that can't be summed use it.
+        half_s_per_byte: the extra time of a byte where the transport sums 16-bit floats, which CPUs do slowly.
+        large_share: the share of these rates that large buckets reach: they fill the queue of a slow link, which drops.
+        transport, world_size: with which it was measured.
 
     >>> from gradsync.advisor import Network
     >>> link = Network.named("1gbit")
@@ -76,12 +76,12 @@ class Network:
 
     @classmethod
     def named(cls, rate: str) -> Network:
-        """A link of a rate, as it is written on it: "100mbit", "1gbit", "25gbit"."""
+        """A link of a nominal rate: "100mbit", "1gbit", "25gbit"."""
         per_s = rate_of(rate) / 8 * GOODPUT
         return cls(name=rate, bytes_per_s=per_s, busy_bytes_per_s=per_s)
 
     def at(self, rate: str) -> Network:
-        """This machine's transport on a link of another rate. It gets no faster than it was measured."""
+        """The measured transport on a link of another rate. It gets no faster than it was measured."""
         per_s = rate_of(rate) / 8 * GOODPUT
         return replace(
             self,
@@ -96,7 +96,7 @@ class Network:
         return self.bytes_per_s * 8 / 1e9
 
     def rounds_s(self, rounds: int, *, busy: bool) -> float:
-        """What a collective of so many rounds takes beyond moving its bytes."""
+        """The time of a collective of this many rounds, beyond moving its bytes."""
         return (self.busy_call_s if busy else self.call_s) + max(0, rounds - 2) * self.latency_s
 
     def as_dict(self) -> dict[str, Any]:
@@ -105,12 +105,12 @@ class Network:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Network:
-        """What ``as_dict`` gave."""
+        """Restore a network from ``as_dict``, directly or from JSON."""
         return cls(**data)
 
 
 def rate_of(text: str) -> float:
-    """Bits a second, of a rate as tc writes it.
+    """Bits a second, from a rate in the notation of ``tc``.
 
     >>> from gradsync.advisor.network import rate_of
     >>> rate_of("1gbit"), rate_of("2.5 Gbit/s")
@@ -126,10 +126,10 @@ def rate_of(text: str) -> float:
 
 
 def measure_network(comm: Communicator, *, seconds: float = 2.0, name: str = "") -> Network:
-    """Measure with a few collectives. Blocks, about ``seconds``; every rank calls it. All get the same answer.
+    """Measure the network by a few collectives. Blocks for about ``seconds``; every rank calls it and gets the same.
 
-    What is measured is what training will meet: several all-reduces under way at once, first while the ranks wait for
-    them, then while they compute, which tells how much of the computing they cost.
+    The load is that of training: several all-reduces in flight at once, first while the ranks wait for them, then while
+    they compute, which shows how much computing they cost.
     """
     if comm.world_size < 2:
         raise ValueError("a world of one has no network to measure. Start it by `gradsync run -n 2`.")
@@ -155,16 +155,16 @@ def measure_network(comm: Communicator, *, seconds: float = 2.0, name: str = "")
     return Network(
         name=name or f"{comm.transport} as measured",
         bytes_per_s=bytes_per_s,
-        # The best of some: whoever else uses the machine slows a transport that waits for a core more than anything.
+        # The best of several: other users of the machine slow a transport that waits for a core more than anything.
         busy_bytes_per_s=min(bytes_per_s, sent / min(busy_s)),
         latency_s=latency_s,
         call_s=call_s,
         busy_call_s=busy_call_s,
         cpu_s_per_byte=max(0.0, statistics.median(lost_s)) / sent,
         burst_bytes=_agreed(comm, _burst_bytes(comm, bytes_per_s, call_s)),
-        exchange_share=min(1.0, max(LEAST_SHARE, idle_s / exchanged_s)),
+        exchange_share=min(1.0, max(MIN_SHARE, idle_s / exchanged_s)),
         half_s_per_byte=max(0.0, half_s - idle_s) / sent,
-        large_share=min(1.0, max(LEAST_SHARE, 2 * LARGE_CALL * idle_s / STREAM_CALLS / large_s)),
+        large_share=min(1.0, max(MIN_SHARE, 2 * LARGE_CALL * idle_s / STREAM_CALLS / large_s)),
         transport=comm.transport,
         world_size=comm.world_size,
         num_hosts=len(_ranks_of_hosts(comm)),
@@ -172,14 +172,14 @@ def measure_network(comm: Communicator, *, seconds: float = 2.0, name: str = "")
 
 
 def _agreed(comm: Communicator, value: float) -> float:
-    """The largest of what the ranks have seen: a collective is over when it is over everywhere."""
+    """The maximum over the ranks: a collective has ended when it has ended everywhere."""
     wire = torch.tensor([value], dtype=torch.float64)
     comm.all_reduce(wire, op="max").wait()
     return float(wire[0])
 
 
 def _repeats(comm: Communicator, once_s: float, seconds: float, *, most: int) -> int:
-    """How often something that takes so long fits; rank 0 decides."""
+    """How often something that takes ``once_s`` fits into ``seconds``; rank 0 decides."""
     return int(broadcast_object(comm, max(3, min(most, int(seconds / max(once_s, 1e-6)))), src=0))
 
 
@@ -200,7 +200,7 @@ def _small_call_s(comm: Communicator, seconds: float, *, computing: bool = False
 
 
 def _latency_s(comm: Communicator) -> float:
-    """Half of what a small message takes to the next rank and back; ranks 0 and 1, or the first two hosts'."""
+    """Half the round trip of a small message, between the first two hosts, or between ranks 0 and 1."""
     peers = _two_far_ranks(comm)
     tensor = torch.zeros(1)
     taken = [0.0]
@@ -254,16 +254,16 @@ def _exchange_s(comm: Communicator, num_bytes: int) -> float:
 
 
 def _bytes_of_stream(comm: Communicator, seconds: float) -> int:
-    """As much for each call as to fill the time, so that slow links are measured in bounded time."""
-    _stream_s(comm, LEAST_STREAM_BYTES)  # connections are made, and a burst that a link allows is used up
-    num_bytes = 4 * LEAST_STREAM_BYTES
+    """The size of each collective that fills the given time, so that slow links are measured in bounded time."""
+    _stream_s(comm, MIN_STREAM_BYTES)  # makes connections, and uses up a burst that the link allows
+    num_bytes = 4 * MIN_STREAM_BYTES
     taken_s = _stream_s(comm, num_bytes)
     wanted = num_bytes * seconds / max(taken_s, 1e-6)
-    return int(broadcast_object(comm, int(min(MOST_STREAM_BYTES, max(LEAST_STREAM_BYTES, wanted))) // 64 * 64, src=0))
+    return int(broadcast_object(comm, int(min(MAX_STREAM_BYTES, max(MIN_STREAM_BYTES, wanted))) // 64 * 64, src=0))
 
 
 def _stream_while_computing(comm: Communicator, num_bytes: int) -> tuple[float, float]:
-    """Seconds that a stream takes while this rank computes, and the seconds of computing that it cost."""
+    """The seconds that a stream takes while this rank computes, and the seconds of computing that it costs."""
     tensors = [torch.zeros(num_bytes // 4) for _ in range(STREAM_CALLS)]
     matrix = torch.ones(MATRIX, MATRIX)
     comm.barrier()
@@ -291,12 +291,12 @@ def _seconds_per_product(matrix: torch.Tensor, num: int = 60) -> float:
 
 
 def _burst_bytes(comm: Communicator, bytes_per_s: float, call_s: float) -> float:
-    """What goes through at once after a pause: by how much a middling all-reduce is faster than the stream says."""
+    """The bytes that pass without delay after a pause: from how much a 1 MiB all-reduce is faster than the stream."""
     tensor = torch.zeros(1 << 18)
     per_byte = 2 * (comm.world_size - 1) / comm.world_size
     sent = tensor.nbytes * per_byte
     pause_s = min(0.3, 2 * sent / bytes_per_s)
-    if sent / bytes_per_s < 4 * call_s:  # too fast a link to tell
+    if sent / bytes_per_s < 4 * call_s:  # the link is too fast to measure it
         return 0.0
     found = []
     for _ in range(3):

@@ -1,5 +1,6 @@
-"""The command line: ``gradsync run`` and ``gradsync info``. Reads os.environ, as only comm's rendezvous does beside it.
+"""The ``gradsync`` command. Apart from comm's rendezvous, the only code that reads os.environ.
 
-``main`` is the entry point and each command has a file. ``run`` reads the options, ``agent`` starts and watches the
-workers, ``worker`` is what each of them runs, ``signals`` is how a worker ends, ``failures`` is what it leaves behind.
+``main`` is the entry point, and each command has a file of its name. ``environment`` measures the network for
+``profile`` and asks the advisor, ``profile_view`` prints a profile, ``terminal`` holds what commands share, and
+``launch/`` starts and supervises the workers of ``run``.
 """

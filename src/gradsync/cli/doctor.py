@@ -1,4 +1,4 @@
-"""``gradsync doctor``: what this machine, and what lies between several, can do; what is wrong, and what to do."""
+"""``gradsync doctor``: measures this machine, or several and the links between them; prints problems and remedies."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from gradsync.cli.options import transport_option
-from gradsync.cli.own_workers import join, start_again
-from gradsync.cli.terminal import make_console, show_size
+from gradsync.cli.launch.relaunch import connect_worker, is_worker, relaunch
+from gradsync.cli.terminal import make_console, show_size, transport_option
 from gradsync.comm.base import Communicator
 from gradsync.comm.objects import all_gather_object
-from gradsync.comm.rendezvous import find_place
-from gradsync.doctor import Finding, Links, Machine, clock_offsets, examine, judge, measure_links
+from gradsync.doctor import Finding, LinkReport, MachineReport, clock_offsets, diagnose, examine, measure_links
 
 
 @click.command()
@@ -33,7 +31,7 @@ from gradsync.doctor import Finding, Links, Machine, clock_offsets, examine, jud
     type=click.FloatRange(min=0.2),
     default=3.0,
     show_default=True,
-    help="How long to measure what lies between the workers; longer => steadier.",
+    help="How long to measure the links between the workers; longer => steadier.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 @click.pass_context
@@ -54,48 +52,56 @@ def doctor(
     on each: `gradsync doctor --nnodes 2 --node-rank 0 --master-addr HOST --master-port 29500 -n 1`, or start it as the
     training is started: `torchrun ... -m gradsync.cli.main doctor`.
     """
-    meeting = {"nnodes": nnodes, "node-rank": node_rank, "master-addr": master_addr, "master-port": master_port}
-    said = {name: value for name, value in meeting.items() if value is not None}
-    if find_place().world_size > 1:
-        if workers is not None or said:
+    rendezvous = {"nnodes": nnodes, "node-rank": node_rank, "master-addr": master_addr, "master-port": master_port}
+    given = {name: value for name, value in rendezvous.items() if value is not None}
+    if is_worker():
+        if workers is not None or given:
             raise click.UsageError("a launcher has started this worker already: leave -n and --nnodes out.")
-        _be_worker(transport, seconds, as_json=as_json)
+        _run_worker(transport, seconds, as_json=as_json)
         return
-    if workers is None and not said:
+    if workers is None and not given:
         machine = examine()
-        _show([machine], None, judge([machine]), as_json=as_json)
+        _show([machine], None, diagnose([machine]), as_json=as_json)
         return
+    if nnodes is not None and nnodes > 1 and (master_addr is None or node_rank is None):
+        missing = [name for name in ("--master-addr", "--node-rank") if rendezvous[name.removeprefix("--")] is None]
+        raise click.UsageError(
+            f"expected --master-addr and --node-rank with --nnodes {nnodes}; got no {' and no '.join(missing)}. On "
+            "each machine: gradsync doctor --nnodes 2 --node-rank 0 --master-addr HOST --master-port 29500"
+        )
     again = ["doctor", f"--transport={transport}", f"--seconds={seconds}", *(["--json"] if as_json else [])]
-    start_again(ctx, again, workers=workers or 1, meeting=[f"--{name}={value}" for name, value in said.items()])
+    relaunch(ctx, again, workers=workers or 1, rendezvous=[f"--{name}={value}" for name, value in given.items()])
 
 
-def _be_worker(transport: str, seconds: float, *, as_json: bool) -> None:
-    """Measure with the other workers; rank 0 shows."""
-    comm = join(transport)
+def _run_worker(transport: str, seconds: float, *, as_json: bool) -> None:
+    """Measure with the other workers; rank 0 prints."""
+    comm = connect_worker(transport)
     console = Console(stderr=True, quiet=comm.rank != 0)
     with console.status(f"measuring {comm.world_size} workers, about {seconds + 2:.0f} s"):
         machines, links = examine_all(comm, seconds=seconds)
     if comm.rank == 0:
-        _show(machines, links, judge(machines, links), as_json=as_json)
-    comm.barrier()  # nobody is gone before all have heard what they asked for
+        _show(machines, links, diagnose(machines, links), as_json=as_json)
+    comm.barrier()  # no worker exits before all have received their data
 
 
-def examine_all(comm: Communicator, *, seconds: float) -> tuple[list[Machine], Links]:
-    """Every rank's machine and what lies between them, on every rank. Blocks."""
+def examine_all(comm: Communicator, *, seconds: float) -> tuple[list[MachineReport], LinkReport]:
+    """The reports of every rank's machine and of the links between them, on every rank. Blocks."""
     comm.barrier()  # all compute and copy at the same time, as they will in training
     own = examine(rank=comm.rank, environ=os.environ)
     offsets = clock_offsets(comm)
-    machines = [Machine.from_dict(each) for each in all_gather_object(comm, _plain(own.as_dict()))]
+    machines = [MachineReport.from_dict(each) for each in all_gather_object(comm, _plain(own.as_dict()))]
     machines = [dataclasses.replace(each, clock_offset_s=offsets[each.rank]) for each in machines]
     return machines, measure_links(comm, seconds=seconds)
 
 
 def _plain(data: dict[str, Any]) -> Any:
-    """As JSON has it: lists for tuples."""
+    """The same data as JSON represents it: with lists for tuples."""
     return json.loads(json.dumps(data))
 
 
-def _show(machines: Sequence[Machine], links: Links | None, findings: Sequence[Finding], *, as_json: bool) -> None:
+def _show(
+    machines: Sequence[MachineReport], links: LinkReport | None, findings: Sequence[Finding], *, as_json: bool
+) -> None:
     if as_json:
         found = {
             "machines": [machine.as_dict() for machine in machines],
@@ -112,7 +118,7 @@ def _show(machines: Sequence[Machine], links: Links | None, findings: Sequence[F
     _show_findings(console, findings)
 
 
-def _machine_table(machines: Sequence[Machine]) -> Table:
+def _machine_table(machines: Sequence[MachineReport]) -> Table:
     table = Table(title="machines", title_justify="left")
     for column in ("rank", "host", "cores", "threads", "GFLOP/s", "copy, GB/s", "interface", "clock, ms"):
         table.add_column(column, justify="left" if column in ("host", "interface") else "right")
@@ -133,13 +139,13 @@ def _machine_table(machines: Sequence[Machine]) -> Table:
     return table
 
 
-def _link_table(links: Links) -> Table:
+def _link_table(links: LinkReport) -> Table:
     network = links.network
     table = Table(title="between the workers", title_justify="left", show_header=False)
     hosts = "one host" if links.num_hosts == 1 else f"{links.num_hosts} hosts"
     table.add_row("transport", f"{links.transport}, {links.world_size} workers on {hosts} ({links.why})")
     table.add_row(
-        "rate", f"{network.gbit_per_s:.3g} Gbit/s ({network.bytes_per_s / 1e6:.4g} MB/s) while nobody computes"
+        "rate", f"{network.gbit_per_s:.3g} Gbit/s ({network.bytes_per_s / 1e6:.4g} MB/s) while no worker computes"
     )
     busy = network.busy_bytes_per_s
     table.add_row("", f"{busy * 8 / 1e9:.3g} Gbit/s ({busy / 1e6:.4g} MB/s) while the workers compute")
@@ -151,7 +157,7 @@ def _link_table(links: Links) -> Table:
     return table
 
 
-def _all_reduce_table(links: Links) -> Table:
+def _all_reduce_table(links: LinkReport) -> Table:
     table = Table(title="all-reduce", title_justify="left")
     for column in ("size", "time, ms", "moves, GB/s"):
         table.add_column(column, justify="right")

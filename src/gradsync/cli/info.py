@@ -1,4 +1,4 @@
-"""``gradsync info``: what there is to train with on this machine, and what gradsync would do with it."""
+"""``gradsync info``: versions, devices and interfaces of this machine, and the transport that gradsync would use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rich.table import Table
 from gradsync import spec
 from gradsync.comm.base import DEFAULT_TIMEOUT_S, Solo
 from gradsync.comm.connect import TRANSPORTS
-from gradsync.comm.rendezvous import find_place, interface_address, said_transport
+from gradsync.comm.rendezvous import find_launch_info, interface_address, requested_transport
 from gradsync.doctor.machine import link_mbit_per_s
 
 
@@ -42,7 +42,7 @@ def info(as_json: bool) -> None:
 
 
 def gather() -> dict[str, Any]:
-    """Everything that ``gradsync info`` knows, as plain data.
+    """Everything that ``gradsync info`` prints, as plain data.
 
     >>> from gradsync.cli.info import gather
     >>> sorted(gather())
@@ -87,7 +87,7 @@ def _devices() -> list[str]:
 
 def _cores() -> dict[str, Any]:
     return {
-        "usable": len(os.sched_getaffinity(0)),  # what taskset, Slurm or a container leave of them
+        "usable": len(os.sched_getaffinity(0)),  # as limited by taskset, Slurm or a container
         "total": os.cpu_count(),
         "torch threads": torch.get_num_threads(),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set"),
@@ -119,8 +119,8 @@ def _ipv6_addresses() -> dict[str, list[str]]:
 
 def _find_place() -> dict[str, Any]:
     try:
-        place = find_place()
-    except ValueError as error:  # half an environment: say so, and go on with the rest
+        place = find_launch_info()
+    except ValueError as error:  # incomplete environment variables: report it, and go on with the rest
         return {"problem": str(error)}
     return {
         "rank": place.rank,
@@ -133,7 +133,7 @@ def _find_place() -> dict[str, Any]:
 def _transport(place: dict[str, Any]) -> dict[str, Any]:
     """What ``connect(transport="auto")`` would choose here."""
     try:
-        asked = said_transport(TRANSPORTS)
+        asked = requested_transport(TRANSPORTS)
     except ValueError as error:
         return {"auto": "none", "why": str(error)}
     if "problem" in place and asked != "mpi":  # MPI itself knows where the ranks are
@@ -142,12 +142,12 @@ def _transport(place: dict[str, Any]) -> dict[str, Any]:
         return {"auto": asked, "why": f"GRADSYNC_TRANSPORT={asked}", "timeout_s": DEFAULT_TIMEOUT_S}
     if place["world size"] == 1:
         return {"auto": Solo.transport, "why": Solo.why, "timeout_s": DEFAULT_TIMEOUT_S}
-    said = f"{place['world size']} ranks, as {place['source']} says"
+    ranks = f"{place['world size']} ranks, as {place['source']} says"
     if torch.cuda.is_available():
-        return {"auto": "c10d", "why": f"{said}; NCCL for CUDA tensors", "timeout_s": DEFAULT_TIMEOUT_S}
+        return {"auto": "c10d", "why": f"{ranks}; NCCL for CUDA tensors", "timeout_s": DEFAULT_TIMEOUT_S}
     if place["on this host"] == place["world size"]:
-        return {"auto": "shm", "why": f"{said}; all on this host", "timeout_s": DEFAULT_TIMEOUT_S}
-    return {"auto": "c10d", "why": f"{said}; on several hosts: Gloo", "timeout_s": DEFAULT_TIMEOUT_S}
+        return {"auto": "shm", "why": f"{ranks}; all on this host", "timeout_s": DEFAULT_TIMEOUT_S}
+    return {"auto": "c10d", "why": f"{ranks}; on several hosts: Gloo", "timeout_s": DEFAULT_TIMEOUT_S}
 
 
 def _lines(facts: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""``gradsync keys``: make the keys that a parameter server asks for."""
+"""``gradsync keys``: make the CURVE keys of a parameter server, or of ranks that gossip."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import click
 @click.command()
 @click.argument("folder", type=click.Path(file_okay=False))
 def keys(folder: str) -> None:
-    """Make CURVE keys for a parameter server and its workers in FOLDER.
+    """Make CURVE keys for a parameter server and its workers, or for gossip, in FOLDER.
 
-    Without them nobody connects, and what travels is encrypted. Give the folder to both sides:
-    `gradsync serve --keys FOLDER` and `parameter_server(keys="FOLDER")`. Secret files are for their owner only (0600);
-    nothing is ever overwritten. A machine that only serves needs server.key and worker.pub; one that only works needs
-    worker.key and server.pub.
+    Only holders of the keys can connect, and messages between hosts are encrypted. It makes four files: server.key,
+    server.pub, worker.key, worker.pub. Give the folder to both sides: `gradsync serve --keys FOLDER` and
+    `parameter_server(keys="FOLDER")`; or to all ranks: `gossip(keys="FOLDER")`. Secret files are for their owner only
+    (0600); nothing is ever overwritten. A machine that only serves needs server.key and worker.pub; one that only works
+    needs worker.key and server.pub; one that gossips needs server.key.
     """
-    from gradsync.server.keyfiles import make_key_folder  # pyzmq and torch are slow to import
+    from gradsync.messaging.key_folder import make_key_folder  # pyzmq and torch are slow to import
 
     try:
         made = make_key_folder(folder)

@@ -1,4 +1,4 @@
-"""The ``gradsync`` command."""
+"""The entry point of the ``gradsync`` command: the group of all its commands."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import click
 from gradsync.cli.compare import compare
 from gradsync.cli.doctor import doctor
 from gradsync.cli.info import info
+from gradsync.cli.interrupt import CommandGroup
 from gradsync.cli.keys import keys
 from gradsync.cli.profile import profile
 from gradsync.cli.run import run
@@ -16,7 +17,7 @@ from gradsync.cli.serve import serve
 from gradsync.cli.tune import tune
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(importlib.metadata.version("gradsync"), prog_name="gradsync")
 def main() -> None:
     """Keep the replicas of a PyTorch model in step while many workers train it.

@@ -1,4 +1,4 @@
-"""``gradsync profile``: run a script unchanged, and say where its steps' time goes and what would help."""
+"""``gradsync profile``: run a script unchanged, and show where its steps' time goes and what would help."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import Any
 
 import click
 
-from gradsync.cli.options import file_option
+from gradsync.cli.environment import advice_for, read_environment
 from gradsync.cli.profile_view import show
 from gradsync.cli.run import RunCommand, run
-from gradsync.cli.surroundings import advice_for, read_surroundings
-from gradsync.cli.terminal import make_console
+from gradsync.cli.terminal import check_outputs, file_option, make_console, report_write_errors
 from gradsync.profiling.report import write_report
 from gradsync.profiling.run import Run, load
 from gradsync.profiling.summary import summarize, verdict
@@ -33,7 +32,7 @@ from gradsync.profiling.trace import write_trace
     type=click.IntRange(min=1),
     default=60,
     show_default=True,
-    help="End the script after so many steps; more => steadier figures.",
+    help="End the script after this many steps; more => steadier figures.",
 )
 @click.option("--to-the-end", is_flag=True, help="Let the script run to its own end, however many steps that takes.")
 @file_option("--report", default="report.html", help="Where the report goes: one page that needs nothing else.")
@@ -68,36 +67,36 @@ def profile(
     network_s: float,
     **given: Any,
 ) -> None:
-    """Run SCRIPT with its ARGS in several workers, and say where the time of its steps goes.
+    """Run SCRIPT with its ARGS in several workers, and show where the time of its steps goes.
 
     `gradsync profile -n 2 train.py` runs the script as `gradsync run` does, unchanged, for some steps; then it shows
-    what of a step is compute, what waits for the slowest worker and what for the wire, and what would help. A run that
-    fails or is stopped is reported as far as it came.
+    how much of a step is compute, waiting for the slowest worker, and waiting for the wire, and what would help. A run
+    that fails or is stopped is reported as far as it came.
     """
-    for path in (report, trace):
-        if not path.absolute().parent.is_dir():
-            raise click.UsageError(
-                f"there is no folder {path.absolute().parent} to write {path.name} to. Make it first."
-            )
+    check_outputs(report, trace)
     with _folder(record_dir) as folder:
         settings = {"DIR": str(folder.absolute()), "STEPS": None if to_the_end else str(steps)}
         settings["NETWORK"] = str(network_s) if network_s > 0 else None
         with _environment({f"GRADSYNC_RECORD_{name}": value for name, value in settings.items()}):
             code = _run(ctx, script, arguments, given)
-        _tell(folder, report, trace, code, measured=network_s > 0)
+        _write_results(folder, report, trace, code, measured=network_s > 0)
     ctx.exit(code)
 
 
 @contextlib.contextmanager
-def _folder(said: Path | None) -> Iterator[Path]:
-    if said is None:
+def _folder(given: Path | None) -> Iterator[Path]:
+    if given is None:
         with tempfile.TemporaryDirectory(prefix="gradsync_profile_") as made:
             yield Path(made)
         return
-    said.mkdir(parents=True, exist_ok=True)
-    if any(said.glob("rank-*.jsonl")):
-        raise click.UsageError(f"{said} holds what another run has recorded. Name an empty folder.")
-    yield said
+    try:
+        given.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.ClickException(f"{given} can't be made: {error.strerror}. Name another folder.") from error
+    check_outputs(given / "rank-0.jsonl")
+    if any(given.glob("rank-*.jsonl")):
+        raise click.UsageError(f"{given} holds what another run has recorded. Name an empty folder.")
+    yield given
 
 
 @contextlib.contextmanager
@@ -119,7 +118,7 @@ def _set(settings: dict[str, str | None]) -> None:
 
 
 def _run(ctx: click.Context, script: str, arguments: tuple[str, ...], given: dict[str, Any]) -> int:
-    """As ``gradsync run`` does it; returns its exit code."""
+    """Run the script by ``gradsync run``; returns its exit code."""
     try:
         ctx.invoke(run, script=script, arguments=arguments, **given)
     except click.exceptions.Exit as ended:
@@ -127,8 +126,8 @@ def _run(ctx: click.Context, script: str, arguments: tuple[str, ...], given: dic
     return 0
 
 
-def _tell(folder: Path, report: Path, trace: Path, code: int, *, measured: bool) -> None:
-    """Show what was recorded, and write the report and the trace."""
+def _write_results(folder: Path, report: Path, trace: Path, code: int, *, measured: bool) -> None:
+    """Print the profile, and write the report and the trace."""
     try:
         recorded = load(folder)
         summary = summarize(recorded)
@@ -138,16 +137,17 @@ def _tell(folder: Path, report: Path, trace: Path, code: int, *, measured: bool)
     advice = _advice(recorded, folder, measured=measured)
     sentence = verdict(summary, advice if "rows" in advice else None)
     note = "" if code == 0 else f"The run ended with code {code}; this is what there was until then."
-    write_report(recorded, report, advice=advice, surroundings=read_surroundings(folder), note=note)
-    write_trace(recorded, trace)
     console = make_console(log_width=100)
     show(console, summary, sentence, advice, note=note)
+    with report_write_errors():
+        write_report(recorded, report, advice=advice, environment=read_environment(folder), note=note)
+        write_trace(recorded, trace)
     console.print(f"[dim]report[/] {report}   [dim]trace[/] {trace}", highlight=False, soft_wrap=True)
 
 
 def _advice(recorded: Run, folder: Path, *, measured: bool) -> dict[str, Any]:
     if recorded.world_size == 1:
-        return {"problem": "one worker has nobody to talk to: there is nothing to choose"}
+        return {"problem": "one worker has no peers: there is nothing to choose"}
     if not measured:
         return {"problem": "the network was not measured, as --network-s 0 asks: so nothing is predicted"}
-    return advice_for(recorded, read_surroundings(folder))
+    return advice_for(recorded, read_environment(folder))

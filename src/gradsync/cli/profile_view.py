@@ -1,4 +1,4 @@
-"""How ``gradsync profile`` looks in a terminal."""
+"""The terminal output of ``gradsync profile``: tables and bars from a run's summary and the advisor's answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gradsync.profiling.record import PARTS, Breakdown
-from gradsync.profiling.summary import Summary
+from gradsync.profiling.summary import RunSummary
 
 STYLES = {
     "compute": "#4e79a7",
@@ -20,7 +20,7 @@ STYLES = {
     "waiting": "#e15759",
     "wire": "#59a14f",
 }
-MEANINGS = {
+DESCRIPTIONS = {
     "compute": "the script's own work",
     "pack": "gradients into buckets and back",
     "encode": "codec, before sending",
@@ -28,12 +28,12 @@ MEANINGS = {
     "waiting": "for the slowest rank",
     "wire": "data on its way",
 }
-MOST_BUCKETS = 12
-MOST_ROWS = 8
+MAX_BUCKETS = 12
+MAX_ROWS = 8
 
 
-def show(console: Console, summary: Summary, sentence: str, advice: dict[str, Any], *, note: str = "") -> None:
-    """Print the step as a bar, the ranks, the buckets, what else could be done, and the verdict."""
+def show(console: Console, summary: RunSummary, sentence: str, advice: dict[str, Any], *, note: str = "") -> None:
+    """Print the step as a bar, the ranks, the buckets, the predicted alternatives, and the verdict."""
     workers = "1 worker" if summary.world_size == 1 else f"{summary.world_size} workers"
     hosts = "1 host" if summary.num_hosts == 1 else f"{summary.num_hosts} hosts"
     console.print()
@@ -69,7 +69,7 @@ def _bar(parts: Breakdown, *, width: int) -> Text:
     return bar
 
 
-def _legend(summary: Summary) -> Table:
+def _legend(summary: RunSummary) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column()
     grid.add_column(justify="right")
@@ -78,20 +78,23 @@ def _legend(summary: Summary) -> Table:
     for part in PARTS:
         value_s = getattr(summary.parts, f"{part}_s")
         name = Text("■ ", style=STYLES[part]).append(part, style="default")
-        grid.add_row(name, duration(value_s), f"{100 * summary.parts.share(part):.1f} %", MEANINGS[part])
+        grid.add_row(name, duration(value_s), f"{100 * summary.parts.share(part):.1f} %", DESCRIPTIONS[part])
     grid.add_row(Text("  step", style="bold"), Text(duration(summary.step_s), style="bold"), "", "")
     grid.add_row("  scaling efficiency", "", f"{100 * summary.efficiency:.1f} %", "of all ranks' time is compute")
     grid.add_row("  sent by a rank in a step", size(summary.sent_bytes), "", _rate(summary))
     if summary.staleness is not None:
-        grid.add_row("  staleness", f"{summary.staleness:.2f}", "", "steps, by the mean")
+        grid.add_row("  staleness", f"{summary.staleness:.2f}", "", "steps, on average")
     return grid
 
 
-def _rate(summary: Summary) -> str:
-    return "" if summary.bytes_per_s is None else f"at {summary.bytes_per_s * 8 / 1e9:.2f} Gbit/s while it moved"
+def _rate(summary: RunSummary) -> str:
+    rate = "" if summary.bytes_per_s is None else f"at {summary.bytes_per_s * 8 / 1e9:.2f} Gbit/s while it moved"
+    if summary.header_bytes < 0.01 * summary.sent_bytes:
+        return rate
+    return f"{size(summary.header_bytes)} of it is the step's header" + (f"; {rate}" if rate else "")
 
 
-def _ranks(summary: Summary) -> Table:
+def _ranks(summary: RunSummary) -> Table:
     table = Table(title="ranks", title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
     for name in ("rank", "busy", "slower by", "waiting", "wire"):
         table.add_column(name, justify="right")
@@ -109,17 +112,17 @@ def _ranks(summary: Summary) -> Table:
     return table
 
 
-def _buckets(summary: Summary) -> Table:
+def _buckets(summary: RunSummary) -> Table:
     table = Table(title="buckets", title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
     for name in ("", "gradients", "sent", "ready at", "encode", "waiting", "wire", "decode", "exposed"):
         table.add_column(name, justify="right")
-    shown = sorted(summary.buckets, key=lambda bucket: -bucket.exposed_s)[:MOST_BUCKETS]
+    shown = sorted(summary.buckets, key=lambda bucket: -bucket.exposed_s)[:MAX_BUCKETS]
     for bucket in sorted(shown, key=lambda bucket: bucket.index):
         times = (bucket.ready_s, bucket.encode_s, bucket.waiting_s, bucket.wire_s, bucket.decode_s, bucket.exposed_s)
         table.add_row(
             str(bucket.index), size(bucket.num_bytes), size(bucket.sent_bytes), *(duration(time_s) for time_s in times)
         )
-    if len(summary.buckets) > MOST_BUCKETS:
+    if len(summary.buckets) > MAX_BUCKETS:
         table.caption = f"of {len(summary.buckets)} buckets those that are exposed the longest"
     return table
 
@@ -137,7 +140,7 @@ def _what_if(advice: dict[str, Any]) -> Table:
         table.add_column(name, justify="right")
     table.add_column("risk to convergence")
     now, *others = advice["rows"]
-    rows = [now, *sorted(others, key=lambda row: row["step_s"])[: MOST_ROWS - 1]]
+    rows = [now, *sorted(others, key=lambda row: row["step_s"])[: MAX_ROWS - 1]]
     for row in rows:
         style = "bold green" if advice["change"] and row["choice"] == advice["best"] else ""
         table.add_row(
@@ -152,7 +155,7 @@ def _what_if(advice: dict[str, Any]) -> Table:
 
 
 def duration(seconds: float) -> str:
-    """Three digits of a time, in a unit that suits it."""
+    """A time with three digits, in a suitable unit."""
     for unit, name in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= unit:
             return f"{seconds / unit:.3g} {name}" if seconds / unit < 100 else f"{seconds / unit:.0f} {name}"
@@ -160,7 +163,7 @@ def duration(seconds: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Bytes, in a unit that suits them."""
+    """A number of bytes with three digits, in a suitable unit."""
     for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if num_bytes >= unit:
             return f"{num_bytes / unit:.3g} {name}"

@@ -1,6 +1,6 @@
-"""``gradsync tune-comm``: measure which all-reduce algorithm is the fastest here, for each size, and remember it.
+"""``gradsync tune-comm``: measure which all-reduce algorithm is the fastest here, for each size, and save the result.
 
-The command starts its own workers, each of which runs this command again. Under a launcher it is a worker at once.
+The command starts its own workers, each of which runs this command again. Under a launcher it is a worker itself.
 """
 
 from __future__ import annotations
@@ -14,15 +14,21 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table as Grid
 
-from gradsync.cli.options import transport_option
-from gradsync.cli.own_workers import join, start_again
-from gradsync.cli.terminal import make_console, show_size
-from gradsync.comm.choice import CHOICES, NATIVE, Rule, Table, load_if_there, save_table, table_file, this_machine
-from gradsync.comm.chosen import Chosen
-from gradsync.comm.fastest import hosts_of
+from gradsync.cli.launch.relaunch import connect_worker, is_worker, relaunch
+from gradsync.cli.terminal import make_console, show_size, transport_option, why_unwritable
+from gradsync.comm.allreduce.autotune import SMALLEST_BYTES, hosts_of, measure, rules_from, sizes_up_to, winner
+from gradsync.comm.allreduce.selector import SelectedAllReduce
+from gradsync.comm.allreduce.table import (
+    CHOICES,
+    NATIVE,
+    Rule,
+    Table,
+    load_if_there,
+    save_table,
+    table_file,
+    this_machine,
+)
 from gradsync.comm.objects import broadcast_object
-from gradsync.comm.rendezvous import find_place
-from gradsync.comm.timing import SMALLEST_BYTES, measure, rules_from, sizes_up_to, winner
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -52,10 +58,10 @@ def _read_bytes(ctx: click.Context, param: click.Parameter, text: str) -> int:
     type=click.IntRange(min=1),
     default=10,
     show_default=True,
-    help="How often each algorithm is measured at each size; more => steadier, and longer.",
+    help="How often each algorithm is measured at each size; more => steadier figures, longer runs.",
 )
 @click.option(
-    "--output", type=click.Path(dir_okay=False, path_type=Path), help="Where to save; the user's own file unless said."
+    "--output", type=click.Path(dir_okay=False, path_type=Path), help="Where to save; default: the user's own file."
 )
 @click.option("--dry-run", is_flag=True, help="Measure and show, but save nothing.")
 @click.pass_context
@@ -68,33 +74,33 @@ def tune(
     output: Path | None,
     dry_run: bool,
 ) -> None:
-    """Measure the all-reduce algorithms on this machine, and have later runs take the fastest for each size.
+    """Measure the all-reduce algorithms on this machine; later runs use the fastest for each size.
 
     `gradsync tune-comm -n 4` measures four workers here. Between machines, start it as the training is started:
     `gradsync run --nnodes 2 ... -n 4 -m gradsync.cli.main tune-comm` or with torchrun or mpirun.
     """
     path = (output or table_file(os.environ).path).absolute()
-    os.environ.pop("GRADSYNC_COLLECTIVES", None)  # the file that is to be made need not be there to connect
-    if find_place().world_size > 1:
+    os.environ.pop("GRADSYNC_COLLECTIVES", None)  # connecting would need the file, which does not exist yet
+    if is_worker():
         if workers is not None:
             raise click.UsageError("-n starts workers, but a launcher has started this one already. Leave it out.")
-        _be_worker(transport, sizes_up_to(max_bytes), rounds, path, dry_run=dry_run)
+        _run_worker(transport, sizes_up_to(max_bytes), rounds, path, dry_run=dry_run)
         return
     if workers is None:
         raise click.UsageError("expected -n, the number of workers: gradsync tune-comm -n 4")
     if workers < 2:
         raise click.BadParameter(
-            f"expected at least 2 workers, since one has nobody to talk to; got {workers}.", param_hint="-n"
+            f"expected at least 2 workers, since one has no peers; got {workers}.", param_hint="-n"
         )
     if problem := _problem_with(path, dry_run=dry_run):
         raise click.ClickException(problem)
     again = ["tune-comm", f"--transport={transport}", f"--max-bytes={max_bytes}", f"--rounds={rounds}"]
     again += [f"--output={path}", *(["--dry-run"] if dry_run else [])]
-    start_again(ctx, again, workers=workers)
+    relaunch(ctx, again, workers=workers)
 
 
 def _problem_with(path: Path, *, dry_run: bool) -> str:
-    """Why what is measured could not be saved; better known before than after."""
+    """Why the result could not be saved: checked before measuring. Empty if it can be."""
     try:
         load_if_there(path)
     except ValueError as error:
@@ -102,22 +108,20 @@ def _problem_with(path: Path, *, dry_run: bool) -> str:
     folder = path.parent
     while not folder.exists():
         folder = folder.parent
-    if not dry_run and not (folder.is_dir() and os.access(folder, os.W_OK)):
-        return (
-            f"{path} can't be written: {folder} is not a folder that this user may write to. Name a file by --output."
-        )
-    return ""
+    if not dry_run and not folder.is_dir():
+        return f"{path} can't be written: {folder} is not a folder. Name a file by --output."
+    return "" if dry_run else why_unwritable(path if folder == path.parent else folder / path.name)
 
 
-def _be_worker(transport: str, sizes: list[int], rounds: int, path: Path, *, dry_run: bool) -> None:
-    """Measure with the other workers; rank 0 shows and saves."""
-    comm = join(transport)
-    plain = comm.inner if isinstance(comm, Chosen) else comm
+def _run_worker(transport: str, sizes: list[int], rounds: int, path: Path, *, dry_run: bool) -> None:
+    """Measure with the other workers; rank 0 prints and saves."""
+    comm = connect_worker(transport).unchecked()
+    plain = comm.inner if isinstance(comm, SelectedAllReduce) else comm
     problem = broadcast_object(plain, _problem_with(path, dry_run=dry_run) if plain.rank == 0 else None, src=0)
     if problem:
         raise click.ClickException(problem)
     hosts = hosts_of(plain)
-    candidate = Chosen(plain, [], hosts)
+    candidate = SelectedAllReduce(plain, [], hosts)
     console = Console(stderr=True, quiet=plain.rank != 0)
     columns = TextColumn("measuring {task.description}"), BarColumn(), MofNCompleteColumn()
     measured = {}
@@ -136,7 +140,7 @@ def _be_worker(transport: str, sizes: list[int], rounds: int, path: Path, *, dry
         )
         _show(table, measured)
         _save(table, path, dry_run=dry_run)
-    plain.barrier()  # nobody is gone before all have heard what they asked for
+    plain.barrier()  # no worker exits before all have received their data
 
 
 def _show(table: Table, measured: dict[int, dict[str, float]]) -> None:
@@ -177,11 +181,11 @@ def _save(table: Table, path: Path, *, dry_run: bool) -> None:
     if path == table_file(os.environ).path:
         click.echo(f"Runs of {table.world_size} workers on {table.machine.host} take it from now on.")
     else:
-        click.echo(f"Runs take it where they are told to: GRADSYNC_COLLECTIVES={path}")
+        click.echo(f"Runs use it if they are started with GRADSYNC_COLLECTIVES={path}")
 
 
 def _describe(rules: tuple[Rule, ...]) -> str:
-    """Rules to read: "tree up to 2 MiB, native above"."""
+    """Rules as text: "tree up to 2 MiB, native above"."""
     if len(rules) == 1:
         return f"{rules[0][1]} everywhere"
     steps = [f"{name} up to {show_size(up_to)}" for up_to, name in rules if up_to is not None]

@@ -1,4 +1,4 @@
-"""What goes on the wire: every codec of the library. Importing this registers their names for specs."""
+"""All codecs: a flat tensor to the bytes that are sent, and back. Importing this registers their names for specs."""
 
 from gradsync.codecs.base import Codec, Payload, Residual
 from gradsync.codecs.cast import Bf16, Fp16

@@ -1,14 +1,14 @@
-"""What the codecs that work in blocks share: a block of values has one scale, and a code of a few bits for each value.
+"""The base of ``int8``, ``int4``, ``sign`` and ``ternary``: one scale for each block, a few bits for each value.
 
-A payload is all scales (in the dtype that is computed in), up to a multiple of 8 bytes, then the words of all blocks;
-see kernels/blocks.py for the order in a word. The last block may be short. float32 on a CPU goes through the fused
-kernels; any other dtype and device through the torch code here, in float32 for 16-bit values. Both do the same
-operations in the same order, so both give the same bits.
+A payload holds all scales (in the dtype of the computation), padding to a multiple of 8 bytes, then the packed codes of
+all blocks, in words of 32 bits; [Note: bit planes] in kernels/codecs/packing.py gives the order within a word. The last
+block may be short. float32 on a CPU goes through the fused kernels; any other dtype or device goes through the torch
+code here, in float32 for 16-bit values. Both do the same operations in the same order and give the same bits.
 
-[Note: patience] Of an embedding most rows have no gradient at a step. With fine codes what such a row still owes is
-little, and waits until the row has a gradient again: its blocks are *quiet*. Their scale is 0, nothing of them needs to
-be sent (see reducers/quiet.py), and an optimizer does not see a row as used that nobody has used. Of a coarse codec the
-residual is most of the gradient: there it is sent as soon as it can be.
+[Note: zero-block elision] In one step most rows of an embedding have no gradient. With a fine codec the residual of
+such a row is small, and stays where it is until the row has a gradient again: its blocks get the scale 0. Such zero
+blocks need not be sent (see reducers/compressed/zero_blocks.py), and the optimizer does not see an update for a row
+that no rank has used. With a coarse codec the residual is most of the gradient, so it is sent as soon as possible.
 """
 
 from __future__ import annotations
@@ -22,31 +22,27 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gradsync.codecs.base import COMPILED_DTYPES, Blocks, Codec, Payload, Residual, padded
-from gradsync.codecs.random import halves, uniform
-
-LARGEST_BLOCK = 4096  # values: the kernels have scratch for no more
-WORDS = 8  # of codes come together: a vector. So the words of a block are a multiple of that
-PATIENT_LEVELS = 7  # codecs with so many levels or more let what is left of a block without a gradient wait
-SUMS = 64  # that a mean is taken in, one for every 64th value
+from gradsync.codecs.base import COMPILED_DTYPES, BlockLayout, Codec, Payload, Residual, padded
+from gradsync.codecs.random import key_halves, uniform
+from gradsync.kernels.codecs.block_layout import ELISION_MIN_LEVELS, LARGEST_BLOCK, SUMS, WORDS, scale_limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Blockwise(Codec):
     """A scale for each block of values, and a code of ``bits`` bits for each value.
 
-    Codes go from ``-levels`` to ``levels`` times the scale; with 0 levels the code is a sign. Subclasses say these and
-    nothing else: a codec that needs more is a class of its own.
+    A value is its code, from ``-levels`` to ``levels``, times the scale; with 0 levels the code is a sign. Subclasses
+    define ``bits``, ``levels`` and ``stochastic`` and nothing else.
     """
 
     block: int = 256  # larger => fewer bytes for scales, more error where large and small values share a block
 
-    bits: ClassVar[int]  # of a code: 1, 2, 4 or 8
-    levels: ClassVar[int]  # the largest code: the scale is the largest magnitude over it; 0: the mean magnitude
+    bits: ClassVar[int]  # per code: 1, 2, 4 or 8
+    levels: ClassVar[int]  # the largest code: the scale is the largest magnitude / levels; 0 => the mean magnitude
 
     @functools.cached_property
     def stochastic(self) -> bool:
-        """Whether codes are rounded up or down by chance, such that they are right in the mean."""
+        """Whether codes are rounded up or down at random, so that they are unbiased."""
         return False
 
     def __post_init__(self) -> None:
@@ -58,7 +54,7 @@ class Blockwise(Codec):
                 f"Try block={fix}."
             )
 
-    # -- the seam -----------------------------------------------------------------------------------------------------
+    # -- Codec --------------------------------------------------------------------------------------------------------
 
     def encoded_bytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
         return _layout(numel, dtype, self.block, self.bits)[1]
@@ -70,22 +66,28 @@ class Blockwise(Codec):
         if kernels is None:
             self._merge_with_torch(x, (), payload, gain, residual, key)
         else:
-            self._merge_with(kernels, x, (), payload, gain, residual, key, None, 1.0)
+            self._merge_by_kernel(kernels, x, (), payload, gain, residual, key, None, 1.0)
 
     def decode(self, payload: Payload, out: Tensor, *, gain: float = 1.0, add: bool = False, key: int = 0) -> bool:
         kernels = self._kernels(out)
         if kernels is None:
             return self._decode_with_torch(payload, out, gain, add)
-        numel, codes = out.numel(), self._room(out, payload)
+        numel, codes = out.numel(), self._codes_offset(out, payload)
         finite: bool = kernels[1](payload.data_ptr(), codes, out.data_ptr(), numel, gain, add, self.block)
         return finite
 
     def decode_sum(self, payloads: Sequence[Payload], out: Tensor, *, gain: float = 1.0, key: int = 0) -> bool:
         if not out.is_cpu or out.dtype not in COMPILED_DTYPES:
             return super().decode_sum(payloads, out, gain=gain)
-        total, numel, codes = _total(out.dtype, self.bits, self.levels), out.numel(), self._room(out, payloads[0])
+        sum_payloads, numel, codes = (
+            _payload_sum(out.dtype, self.bits, self.levels),
+            out.numel(),
+            self._codes_offset(out, payloads[0]),
+        )
         starts = array("q", [payload.data_ptr() for payload in payloads])
-        finite: bool = total(starts.buffer_info()[0], len(starts), codes, out.data_ptr(), numel, gain, self.block)
+        finite: bool = sum_payloads(
+            starts.buffer_info()[0], len(starts), codes, out.data_ptr(), numel, gain, self.block
+        )
         return finite
 
     def merge(
@@ -101,30 +103,34 @@ class Blockwise(Codec):
         out_gain: float = 1.0,
     ) -> bool:
         kernels = self._kernels(x)
-        if kernels is None and x.dtype != _computed_in(x.dtype):
+        if kernels is None and x.dtype != _compute_dtype(x.dtype):
             return super().merge(
                 x, received, payload, gain=gain, residual=residual, key=key, out=out, out_gain=out_gain
             )
         if kernels is None:
             self._merge_with_torch(x, received, payload, gain, residual, key)
             return self._decode_with_torch(payload, out, out_gain, False)
-        return self._merge_with(kernels, x, received, payload, gain, residual, key, out, out_gain)
+        return self._merge_by_kernel(kernels, x, received, payload, gain, residual, key, out, out_gain)
 
-    def blocks(self, numel: int, dtype: torch.dtype = torch.float32) -> Blocks | None:
-        if self.levels < PATIENT_LEVELS or numel < self.block:
+    def elidable_blocks(self, numel: int, dtype: torch.dtype = torch.float32) -> BlockLayout | None:
+        if self.levels < ELISION_MIN_LEVELS or numel < self.block:
             return None
         scale_bytes = 8 if dtype == torch.float64 else 4
         codes, _ = _layout(numel, dtype, self.block, self.bits)
-        return Blocks(numel // self.block, scale_bytes, codes, self.block * self.bits // 8)
+        return BlockLayout(numel // self.block, scale_bytes, codes, self.block * self.bits // 8)
+
+    def magnitudes(self, payload: Payload, numel: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        wide = _compute_dtype(dtype)
+        return payload[: -(-numel // self.block) * wide.itemsize].view(wide)
 
     # -- with kernels -------------------------------------------------------------------------------------------------
 
     def _kernels(self, like: Tensor) -> tuple[Any, Any] | None:
         if not like.is_cpu or like.dtype not in COMPILED_DTYPES:
             return None
-        return _passes(like.dtype, self.bits, self.levels, self.stochastic)
+        return _merge_and_decode(like.dtype, self.bits, self.levels, self.stochastic)
 
-    def _merge_with(
+    def _merge_by_kernel(
         self,
         kernels: tuple[Any, Any],
         x: Tensor,
@@ -136,13 +142,13 @@ class Blockwise(Codec):
         out: Tensor | None,
         out_gain: float,
     ) -> bool:
-        codes = self._room(x, payload)
+        codes = self._codes_offset(x, payload)
         before = after = 0
         if residual is not None:
             assert residual.before.dtype == residual.after.dtype == x.dtype, "a residual has the dtype of its values"
             before, after = residual.before.data_ptr(), residual.after.data_ptr()
-        addresses = array("q", [other.data_ptr() for other in received]) if received else _NOBODY
-        one, other = halves(key) if self.stochastic else (0, 0)
+        addresses = array("q", [other.data_ptr() for other in received]) if received else _NO_ADDRESSES
+        key_low, key_high = key_halves(key) if self.stochastic else (0, 0)
         finite: bool = kernels[0](
             x.data_ptr(),
             x.numel(),
@@ -156,13 +162,13 @@ class Blockwise(Codec):
             0 if out is None else out.data_ptr(),
             out_gain,
             self.block,
-            one,
-            other,
+            key_low,
+            key_high,
         )
         return finite
 
-    def _room(self, values: Tensor, payload: Tensor) -> int:
-        """Where the codes begin; a payload of the wrong length would be written or read beyond its end."""
+    def _codes_offset(self, values: Tensor, payload: Tensor) -> int:
+        """The offset of the codes in a payload. Checks its length, as kernels would read or write beyond its end."""
         numel, dtype = values.numel(), values.dtype
         codes, num_bytes = _layout(numel, dtype, self.block, self.bits)
         assert values.is_contiguous(), "values are flat and contiguous"
@@ -181,31 +187,31 @@ class Blockwise(Codec):
         key: int,
     ) -> None:
         payload.zero_()
-        wide = _computed_in(x.dtype)
+        wide = _compute_dtype(x.dtype)
         own = x.to(wide) * gain
         y = own.clone() if residual is None else own + residual.before.to(wide)
         for other in received:
             self._decode_with_torch(other, y, 1.0, True)
-        told = [self._parts(other, y) for other in received]
+        received_parts = [self._parts(other, y) for other in received]
         for first, rows, width, scales, words in self._parts(payload, y):
             values = y[first : first + rows * width].view(rows, width)
-            quiet = (own[first : first + rows * width].view(rows, width) == 0).all(1)
-            for _, _, _, their_scales, _ in map(next, told):
-                quiet &= their_scales == 0
-            scale, codes = self._codes_of(values, key, first, quiet)
+            all_zero = (own[first : first + rows * width].view(rows, width) == 0).all(1)
+            for _, _, _, their_scales, _ in map(next, received_parts):
+                all_zero &= their_scales == 0
+            scale, codes = self._quantize(values, key, first, all_zero)
             scales.copy_(scale)
-            words.copy_(_packed(codes, self.bits, words.shape[1]))
+            words.copy_(_pack_codes(codes, self.bits, words.shape[1]))
             if residual is not None:
                 part = residual.after[first : first + rows * width].view(rows, width)
-                part.copy_(values - self._values_of(codes, scale.unsqueeze(1)))
+                part.copy_(values - self._dequantize(codes, scale.unsqueeze(1)))
 
     def _decode_with_torch(self, payload: Payload, out: Tensor, gain: float, add: bool) -> bool:
-        self._room(out, payload)
-        wide = torch.empty(out.shape, dtype=_computed_in(out.dtype), device=out.device)
+        self._codes_offset(out, payload)
+        wide = torch.empty(out.shape, dtype=_compute_dtype(out.dtype), device=out.device)
         for first, rows, width, scales, words in self._parts(payload, wide):
-            codes = _unpacked(words, self.bits, width)
+            codes = _unpack_codes(words, self.bits, width)
             wide[first : first + rows * width].view(rows, width).copy_(
-                self._values_of(codes, (scales * gain).unsqueeze(1))
+                self._dequantize(codes, (scales * gain).unsqueeze(1))
             )
         values = wide.to(out.dtype)
         if add:
@@ -215,9 +221,9 @@ class Blockwise(Codec):
         return bool(values.isfinite().all())
 
     def _parts(self, payload: Tensor, y: Tensor) -> Iterator[tuple[int, int, int, Tensor, Tensor]]:
-        """The whole blocks, then the short one: first value, rows, width, their scales and their words."""
+        """The full blocks, then the short one: first value, rows, width, their scales and their words."""
         whole, rest = divmod(y.numel(), self.block)
-        codes = self._room(y, payload)
+        codes = self._codes_offset(y, payload)
         scales, words = payload[:codes].view(y.dtype), payload[codes:].view(torch.int32)
         wide = self.block * self.bits // 32
         if whole:
@@ -227,24 +233,24 @@ class Blockwise(Codec):
             narrow = words.numel() - start
             yield whole * self.block, 1, rest, scales[whole : whole + 1], words[start : start + narrow].view(1, narrow)
 
-    def _codes_of(self, values: Tensor, key: int, first: int, quiet: Tensor) -> tuple[Tensor, Tensor]:
-        """The scale of each row, and the code of each value: whole numbers in a float dtype.
+    def _quantize(self, values: Tensor, key: int, first: int, all_zero: Tensor) -> tuple[Tensor, Tensor]:
+        """The scale of each row, and the code of each value: integers in a float dtype.
 
-        ``quiet``: the rows that nobody has a gradient for.
+        ``all_zero``: the rows for which no rank has a gradient.
         """
         numbers = torch.finfo(values.dtype)
         magnitudes = values.abs()
         largest = magnitudes.amax(1)
         finite = largest.isfinite()
         if self.levels == 0:
-            scale = _mean(magnitudes).clamp(max=numbers.max)
+            scale = _mean_magnitude(magnitudes).clamp(max=numbers.max)
             codes = (values < 0).to(values.dtype).neg()
         else:
             scale = (largest / self.levels).clamp(max=scale_limit(values.dtype, self.levels))
-            nothing = scale < numbers.tiny
-            if self.levels >= PATIENT_LEVELS:
-                nothing |= quiet
-            scale = torch.where(nothing, 0.0, scale)
+            is_zero = scale < numbers.tiny
+            if self.levels >= ELISION_MIN_LEVELS:
+                is_zero |= all_zero
+            scale = torch.where(is_zero, 0.0, scale)
             reciprocal = torch.where(scale == 0, 0.0, 1 / scale).unsqueeze(1)
             if self.stochastic:
                 rows, width = values.shape
@@ -254,56 +260,48 @@ class Blockwise(Codec):
                 codes = (values * reciprocal).round()
         return torch.where(finite, scale, torch.nan), torch.where(finite.unsqueeze(1), codes, 0.0)
 
-    def _values_of(self, codes: Tensor, scale: Tensor) -> Tensor:
+    def _dequantize(self, codes: Tensor, scale: Tensor) -> Tensor:
         return torch.where(codes < 0, -scale, scale) if self.levels == 0 else codes * scale
 
 
-_NOBODY = array("q")
+_NO_ADDRESSES = array("q")
 
 
 @functools.cache
-def _passes(dtype: torch.dtype, bits: int, levels: int, stochastic: bool) -> tuple[Any, Any]:
-    """The compiled functions ``merge`` and ``decode``."""
-    from gradsync.codecs.kernels.blocks import passes  # Numba takes a second to import
-    from gradsync.compiled import quick
+def _merge_and_decode(dtype: torch.dtype, bits: int, levels: int, stochastic: bool) -> tuple[Any, Any]:
+    """The compiled ``merge`` and ``decode``."""
+    from gradsync.kernels.base import without_dispatch
+    from gradsync.kernels.codecs.blockwise import merge_and_decode  # Numba takes a second to import
 
-    merge, decode = passes(dtype, bits, levels, stochastic)
-    return quick(merge), quick(decode)
+    merge, decode = merge_and_decode(dtype, bits, levels, stochastic)
+    return without_dispatch(merge), without_dispatch(decode)
 
 
 @functools.cache
-def _total(dtype: torch.dtype, bits: int, levels: int) -> Any:
-    """The compiled sum of payloads."""
-    from gradsync.codecs.kernels.totals import total_of
-    from gradsync.compiled import quick
+def _payload_sum(dtype: torch.dtype, bits: int, levels: int) -> Any:
+    """The compiled sum of several payloads."""
+    from gradsync.kernels.base import without_dispatch
+    from gradsync.kernels.codecs.payload_sum import payload_sum
 
-    return quick(total_of(dtype, bits, levels))
+    return without_dispatch(payload_sum(dtype, bits, levels))
 
 
 @functools.cache
 def _layout(numel: int, dtype: torch.dtype, block: int, bits: int) -> tuple[int, int]:
-    """Where in a payload the codes begin, and where they end."""
+    """The offsets in a payload at which the codes begin and end."""
     codes = padded(-(-numel // block) * (8 if dtype == torch.float64 else 4))
-    # Blocks are whole vectors of words, so only the last one is filled up.
+    # A full block is a whole number of vectors of words, so only the last block is padded.
     vectors = -(-numel * bits // (32 * WORDS))
     return codes, codes + vectors * WORDS * 4
 
 
 @functools.cache
-def scale_limit(dtype: torch.dtype, levels: int) -> float:
-    """The largest scale that gives no inf when it is multiplied with the largest code."""
-    limit = torch.tensor(torch.finfo(dtype).max, dtype=dtype) / max(levels, 1)
-    while (limit * levels).isinf():
-        limit = torch.nextafter(limit, torch.zeros_like(limit))
-    return float(limit)
-
-
-def _computed_in(dtype: torch.dtype) -> torch.dtype:
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _mean(magnitudes: Tensor) -> Tensor:
-    """Of each row, added up in the order of the kernels: every ``SUMS``-th value, then the sums by halves."""
+def _mean_magnitude(magnitudes: Tensor) -> Tensor:
+    """The mean of each row, summed in the order of the kernels: every ``SUMS``-th value, then the sums by halves."""
     rows, width = magnitudes.shape
     shares = magnitudes * (1 / torch.tensor(width, dtype=magnitudes.dtype, device=magnitudes.device))
     sums = torch.zeros(rows, SUMS, dtype=magnitudes.dtype, device=magnitudes.device)
@@ -316,8 +314,8 @@ def _mean(magnitudes: Tensor) -> Tensor:
     return sums[:, 0]
 
 
-def _packed(codes: Tensor, bits: int, num_words: int) -> Tensor:
-    """Words of the codes of each row; see [Note: planes]."""
+def _pack_codes(codes: Tensor, bits: int, num_words: int) -> Tensor:
+    """The words that hold the codes of each row; see [Note: bit planes]."""
     rows, width = codes.shape
     planes = torch.zeros(rows, 32 // bits * num_words, dtype=torch.int64, device=codes.device)
     planes[:, :width] = codes.to(torch.int64) & (2**bits - 1)
@@ -325,7 +323,7 @@ def _packed(codes: Tensor, bits: int, num_words: int) -> Tensor:
     return (planes.view(rows, -1, num_words) << shifts).sum(1).to(torch.int32)
 
 
-def _unpacked(words: Tensor, bits: int, width: int) -> Tensor:
+def _unpack_codes(words: Tensor, bits: int, width: int) -> Tensor:
     rows = words.shape[0]
     shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32).view(1, -1, 1)
     planes = (words.unsqueeze(1) << (32 - bits - shifts)) >> (32 - bits)

@@ -1,4 +1,4 @@
-"""16-bit floats on the wire: ``fp16`` and ``bf16``. Their payloads can be added up on the way."""
+"""16-bit floats on the wire: ``fp16`` and ``bf16``. Their payloads can be summed by an all-reduce."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KERNELS: dict[tuple[torch.dtype, torch.dtype], tuple[Any, Any] | None] = {}  # 
 
 @dataclass(frozen=True, kw_only=True)
 class Cast(Codec):
-    """What ``Fp16`` and ``Bf16`` share: every value rounded to the nearest of ``sums_as``."""
+    """The base of ``Fp16`` and ``Bf16``: every value is rounded to the nearest one of the dtype ``sums_as``."""
 
     def encoded_bytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
         return padded(2 * numel)
@@ -27,11 +27,12 @@ class Cast(Codec):
     ) -> None:
         numel = self._check(x, payload)
         if numel % 4:
-            payload[2 * numel :] = 0  # what fills it up is summed with the rest
+            payload[2 * numel :] = 0  # the padding is summed with the rest
         kernels = self._kernels(x)
         if kernels is not None:
             before = after = 0
             if residual is not None:
+                assert residual.before.dtype == residual.after.dtype == x.dtype, "kernels read raw memory"
                 before, after = residual.before.data_ptr(), residual.after.data_ptr()
             kernels[0](x.data_ptr(), numel, gain, before, after, payload.data_ptr())
             return
@@ -73,16 +74,16 @@ class Cast(Codec):
         assert self.sums_as is not None
         key = like.dtype, self.sums_as
         if key not in _KERNELS:
-            from gradsync.codecs.kernels import casts  # Numba takes a second to import
+            from gradsync.kernels.codecs import casts
 
-            _KERNELS[key] = casts.passes(*key) if casts.available(self.sums_as) else None
+            _KERNELS[key] = casts.encode_and_decode(*key) if casts.available(self.sums_as) else None
         return _KERNELS[key]
 
 
 @spec.register("codec", "fp16")
 @dataclass(frozen=True, kw_only=True)
 class Fp16(Cast):
-    """float16: 11 bits of precision, from 6e-8 to 65504. What is larger becomes inf, what is smaller is left over.
+    """float16: 11 bits of precision, from 6e-8 to 65504. Larger values become inf, smaller ones stay in the residual.
 
     The values are scaled before they are cast, so the sum over all ranks does not overflow where the mean would not.
 
@@ -114,3 +115,6 @@ class Bf16(Cast):
     """
 
     sums_as = torch.bfloat16
+
+    def magnitudes(self, payload: Payload, numel: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        return self._short(payload, numel)  # Fp16 has none: values too large for float16 are inf

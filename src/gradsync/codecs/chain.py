@@ -1,4 +1,4 @@
-"""One codec after another: what a sparse codec keeps is encoded by the next."""
+"""``chain``: one codec after another. The values that a sparse codec keeps are encoded by the next codec."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from gradsync import spec
 from gradsync.codecs.base import Codec, Payload, Residual
 from gradsync.codecs.scratch import scratch
-from gradsync.codecs.sparse import Sparse, check_room, compensate
+from gradsync.codecs.sparse import Sparse, check_payload_size, compensate
 
 
 @spec.register("codec", "chain")
 class Chain(Codec):
-    """Encodes the values that a sparse codec keeps with the next one; what that loses goes back to the residual.
+    """Encodes the values that a sparse codec keeps with the next one; the next one's error goes to the residual.
 
     Args:
         codecs: all but the last must be sparse (``topk``, ``randomk``, ``dgc``). A chain of one codec is that codec.
@@ -46,17 +46,18 @@ class Chain(Codec):
         if not codecs:
             raise ValueError("a chain needs at least one codec; got none. Write chain(topk(density=0.01), int8).")
         if len(codecs) == 1:
-            return cast(Chain, codecs[0])  # not a chain at all: __init__ is then not called
+            return cast(Chain, codecs[0])  # not an instance of Chain, so __init__ is not called
         return super().__new__(cls)
 
     def __init__(self, *codecs: Codec) -> None:
         self.codecs = codecs
         first = codecs[0]
-        assert isinstance(first, Sparse)  # __new__ saw to it
+        assert isinstance(first, Sparse)  # checked by __new__
         self.first: Sparse = first
         self.rest: Codec = Chain(*codecs[1:])
         self.momentum, self.clip_norm = first.momentum, first.clip_norm
-        # Where positions are sent, sums would mix those of one rank with the values of another.
+        self.moves_magnitudes = True  # the code of fewer values is shorter
+        # If positions are sent, a sum would mix the positions of one rank with the values of another.
         self.sums_as = self.rest.sums_as if first.index_bytes(1) == 0 else None
 
     def encoded_bytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
@@ -91,7 +92,7 @@ class Chain(Codec):
     ) -> bool:
         if x.numel() == 0:
             return True
-        # The sum needs room of full size: where the residual will be, or else where the result will.
+        # The sum needs a buffer of full size: that of the residual, or else that of the result.
         y = out if residual is None else residual.after
         compensate(x, y, gain=gain, before=None if residual is None else residual.before)
         for other in received:
@@ -99,8 +100,15 @@ class Chain(Codec):
         self._encode(y, payload, x.dtype, gain=1.0, before=None, after=None if residual is None else y, key=key)
         return self._decode(payload, out, x.dtype, gain=out_gain, add=False, key=key)
 
+    def magnitudes(self, payload: Payload, numel: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        if numel == 0:
+            return None
+        index_end, kept = self.first.index_bytes(numel), self.first.values_dtype(dtype)
+        num = min(self.first.num_kept(payload[:index_end], numel), self.first.max_kept(numel))
+        return self.rest.magnitudes(self._rest_payload(payload, index_end, num, kept), num, kept)
+
     def erase(self, payload: Payload, out: Tensor, *, key: int = 0) -> None:
-        """Write zero to ``out`` wherever the payload has a value; the others stay."""
+        """Write zero to ``out`` wherever the payload has a value; other elements are unchanged."""
         if out.numel():
             self.first.erase(payload, out, key=key)
 
@@ -111,15 +119,15 @@ class Chain(Codec):
     # -- the two parts of a payload ----------------------------------------------------------------------------------
 
     def _parts(self, payload: Payload, numel: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The index, and room for the values kept. A chain within this one has room of its own."""
-        check_room(self, payload, numel, dtype)
+        """The index, and scratch for the values kept. A chain within this one has scratch of its own."""
+        check_payload_size(self, payload, numel, dtype)
         kind = self.first.values_dtype(dtype)
         values = scratch(f"chain of {len(self.codecs)}", self.first.max_kept(numel), kind, device)
         return payload[: self.first.index_bytes(numel)], values
 
-    def _room(self, payload: Payload, cut: int, num: int, dtype: torch.dtype) -> Payload:
-        """Where the next codec writes ``num`` values: fewer than there is room for need less of it."""
-        return Payload(payload[cut : cut + self.rest.encoded_bytes(num, dtype)])
+    def _rest_payload(self, payload: Payload, index_end: int, num: int, dtype: torch.dtype) -> Payload:
+        """The part of the payload to which the next codec writes ``num`` values."""
+        return Payload(payload[index_end : index_end + self.rest.encoded_bytes(num, dtype)])
 
     def _encode(
         self,
@@ -134,27 +142,27 @@ class Chain(Codec):
     ) -> None:
         index, values = self._parts(payload, x.numel(), dtype, x.device)
         num = self.first.select(x, index, values, gain=gain, before=before, after=after, key=key)
-        room = self._room(payload, index.numel(), num, values.dtype)
-        payload[index.numel() + room.numel() :] = 0
+        rest_payload = self._rest_payload(payload, index.numel(), num, values.dtype)
+        payload[index.numel() + rest_payload.numel() :] = 0
         if after is None:
-            self.rest.encode(values[:num], room, key=key)
+            self.rest.encode(values[:num], rest_payload, key=key)
             return
-        lost = scratch(f"lost in chain of {len(self.codecs)}", num, after.dtype, after.device).zero_()
-        self.rest.encode(values[:num], room, residual=Residual(lost, lost), key=key)
+        lost = scratch(f"lost in chain of {len(self.codecs)}", num, values.dtype, after.device).zero_()
+        self.rest.encode(values[:num], rest_payload, residual=Residual(lost, lost), key=key)
         self.first.scatter(index, lost, after, add=True, key=key)
 
     def _decode(self, payload: Payload, out: Tensor, dtype: torch.dtype, *, gain: float, add: bool, key: int) -> bool:
         index, values = self._parts(payload, out.numel(), dtype, out.device)
         num = self.first.num_kept(index, out.numel())
-        room = self._room(payload, index.numel(), min(num, values.numel()), values.dtype)
-        finite = self.rest.decode(room, values[:num], gain=gain, key=key)
+        rest_payload = self._rest_payload(payload, index.numel(), min(num, values.numel()), values.dtype)
+        finite = self.rest.decode(rest_payload, values[:num], gain=gain, key=key)
         self.first.scatter(index, values[:num], out, add=add, key=key)
         return finite
 
     # -- as a value ---------------------------------------------------------------------------------------------------
 
     def spec_arguments(self) -> dict[str, Any]:
-        """What it was made with, for specs."""
+        """The constructor arguments, for specs."""
         return {"codecs": self.codecs}
 
     def __eq__(self, other: object) -> bool:

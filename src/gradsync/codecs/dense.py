@@ -1,4 +1,4 @@
-"""No compression: the values as they are. What biases, norms and other small parameters travel as."""
+"""``dense``: no compression. Biases, norms and other small parameters are sent this way."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradsync.codecs.base import Codec, Payload, Residual, padded
 @spec.register("codec", "dense")
 @dataclass(frozen=True)
 class Dense(Codec):
-    """Every value whole, in its own dtype: nothing is left for the residual.
+    """Sends every value uncompressed, in its own dtype: the residual is zero.
 
     >>> import torch
     >>> from gradsync.codecs import Dense

@@ -1,4 +1,4 @@
-"""Deep Gradient Compression: top-k that gathers momentum before it chooses, and starts gently."""
+"""``dgc``: Deep Gradient Compression, top-k with momentum correction before the selection and a warm-up."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ WARMUP = (0.25, 0.063, 0.015, 0.004)  # each for a quarter of the warm-up; then 
 @spec.register("codec", "dgc")
 @dataclass(frozen=True, kw_only=True)
 class Dgc(Sparse):
-    """``topk`` with momentum correction, local clipping, factor masking and a density that falls as training starts.
+    """``topk`` with momentum correction, local clipping, factor masking and a density that falls during the warm-up.
 
-    On the wire it is the ``TopK`` that ``at(step)`` gives. The rest is the feedback's work, for what it remembers is no
-    codec's: ``u = momentum * u + g``, ``v += u``, v is sent, and both are zero where it was (``erase``). The optimizer
-    then must have no momentum of its own.
+    On the wire it is the ``TopK`` that ``at(step)`` returns. A codec keeps no state, so the rest is done by the error
+    feedback (``MomentumCorrection`` in reducers/compressed/feedback.py): ``u = momentum * u + g``, ``v += u``, v is
+    sent, and both are set to zero where it was sent (``erase``). The optimizer must have no momentum.
 
     >>> from gradsync.codecs import Dgc
     >>> codec = Dgc(warmup_steps=400)
@@ -29,10 +29,10 @@ class Dgc(Sparse):
     [0.25, 0.063, 0.015, 0.004, 0.001]
     """
 
-    density: float = 0.001  # lower => fewer bytes, more held back
-    momentum: float = 0.9  # the optimizer's own, taken over from it; higher => steadier, slower to turn
-    clip_norm: float | None = None  # lower => calmer steps; None => no clipping. Of the whole, each rank's is smaller
-    warmup_steps: int = 0  # more => a gentler start, and more bytes during it
+    density: float = 0.001  # lower => fewer bytes, larger residual
+    momentum: float = 0.9  # replaces the optimizer's; higher => smoother steps, slower changes of direction
+    clip_norm: float | None = None  # lower => smaller steps; None => none. For the mean; each rank's limit is smaller
+    warmup_steps: int = 0  # more => a smoother start, and more bytes during it
 
     def __post_init__(self) -> None:
         check_density(self.density)
@@ -45,22 +45,22 @@ class Dgc(Sparse):
 
     def at(self, step: int) -> TopK:
         if step >= self.warmup_steps:
-            return self._settled
+            return self._after_warmup
         stage = WARMUP[len(WARMUP) * max(step, 0) // self.warmup_steps]
         return TopK(density=max(stage, self.density))
 
     @property
-    def _settled(self) -> TopK:
+    def _after_warmup(self) -> TopK:
         return TopK(density=self.density)
 
     def max_kept(self, numel: int) -> int:
-        return self._settled.max_kept(numel)
+        return self._after_warmup.max_kept(numel)
 
     def index_bytes(self, numel: int) -> int:
-        return self._settled.index_bytes(numel)
+        return self._after_warmup.index_bytes(numel)
 
     def num_kept(self, index: Tensor, numel: int) -> int:
-        return self._settled.num_kept(index, numel)
+        return self._after_warmup.num_kept(index, numel)
 
     def select(
         self,
@@ -73,12 +73,12 @@ class Dgc(Sparse):
         after: Tensor | None = None,
         key: int = 0,
     ) -> int:
-        return self._settled.select(x, index, values, gain=gain, before=before, after=after, key=key)
+        return self._after_warmup.select(x, index, values, gain=gain, before=before, after=after, key=key)
 
     def scatter(
         self, index: Tensor, values: Tensor, out: Tensor, *, gain: float = 1.0, add: bool = False, key: int = 0
     ) -> bool:
-        return self._settled.scatter(index, values, out, gain=gain, add=add, key=key)
+        return self._after_warmup.scatter(index, values, out, gain=gain, add=add, key=key)
 
     def erase(self, payload: Payload, out: Tensor, *, key: int = 0) -> None:
-        self._settled.erase(payload, out, key=key)
+        self._after_warmup.erase(payload, out, key=key)

@@ -1,4 +1,4 @@
-"""Whole numbers in place of floats: ``int8`` and ``int4``, with a scale for each block of values."""
+"""``int8`` and ``int4``: integers in place of floats, with a scale for each block of values."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ ROUNDINGS = ("nearest", "stochastic")
 
 @dataclass(frozen=True, kw_only=True)
 class Quantized(Blockwise):
-    """What ``Int8`` and ``Int4`` share: a code is the value over its block's scale, rounded."""
+    """The base of ``Int8`` and ``Int4``: a code is the value divided by its block's scale, rounded."""
 
-    rounding: Literal["nearest", "stochastic"] = "nearest"  # stochastic => right in the mean, twice the error's size
+    rounding: Literal["nearest", "stochastic"] = "nearest"  # stochastic => unbiased, twice the error
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""Random-k: values at drawn positions, the same on every rank, so that payloads can be summed on the way."""
+"""``randomk``: the values at random positions, which are the same on every rank: payloads can be all-reduced."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 from gradsync import spec
 from gradsync.codecs import sparse
 from gradsync.codecs.base import Payload
-from gradsync.codecs.sparse import Sparse, check_density, kernels, kernels_take, share_of
-from gradsync.codecs.strata import positions, start_of
+from gradsync.codecs.random import sequence_start, stratified_positions
+from gradsync.codecs.sparse import Sparse, check_density, kernels, kernels_support, num_to_keep
 
 
 @spec.register("codec", "randomk")
 @dataclass(frozen=True, kw_only=True)
 class RandomK(Sparse):
-    """Keeps one value, drawn by the key alone, in each of k equal strata (see strata.py); no positions are sent.
+    """Keeps one value, chosen by the key, in each of k equal strata (see random.py); no positions are sent.
 
-    Values travel as float32 whatever they are: of float64 the residual keeps the rounding.
+    Values of every dtype are sent as float32: the residual keeps the rounding error of float64 values.
 
     >>> import torch
     >>> from gradsync.codecs import Payload, RandomK
@@ -31,8 +31,8 @@ class RandomK(Sparse):
     (True, 2)
     """
 
-    density: float = 0.01  # lower => fewer bytes, more held back
-    unbiased: bool = False  # True => values are divided by the density: right on average, only without error feedback
+    density: float = 0.01  # lower => fewer bytes, larger residual
+    unbiased: bool = False  # True => values are divided by the density: unbiased; only without error feedback
 
     sums_as = torch.float32
 
@@ -40,7 +40,7 @@ class RandomK(Sparse):
         check_density(self.density)
 
     def max_kept(self, numel: int) -> int:
-        return share_of(numel, self.density)
+        return num_to_keep(numel, self.density)
 
     def index_bytes(self, numel: int) -> int:
         return 0
@@ -67,39 +67,39 @@ class RandomK(Sparse):
     ) -> int:
         num, scale = values.numel(), self._scale(x.numel())
         given = [tensor for tensor in (before, after) if tensor is not None]
-        if kernels_take(x, *given):
+        if kernels_support(x, *given):
             kernels("randomk").select(
                 x.numpy(),
                 (x if before is None else before).numpy(),
                 (x if after is None else after).numpy(),
-                sparse.how_compensated(x, gain, before, after),
+                sparse.compensation_mode(x, gain, before, after),
                 sparse.as_scalar(gain, x),
                 after is not None,
-                start_of(key),
+                sequence_start(key),
                 scale,
                 values.numpy(),
             )
             return num
-        where = positions(num, x.numel(), key, x.device)
+        where = stratified_positions(num, x.numel(), key, x.device)
         if after is None:
-            assert before is None, "what was held back before, and is not kept after, would be lost"
+            assert before is None, "a residual that is added must also be written back, or it is lost"
             x, where = x[where], torch.arange(num, device=x.device)
         y = sparse.compensated(x, gain=gain, before=before)
-        values.copy_(sparse.narrowed(y[where].to(torch.float64) * scale, torch.float32))
+        values.copy_(sparse.narrow(y[where].to(torch.float64) * scale, torch.float32))
         if after is not None:
-            after.copy_(sparse.leave(y, where, values))
+            after.copy_(sparse.subtract_sent(y, where, values))
         return num
 
     def scatter(
         self, index: Tensor, values: Tensor, out: Tensor, *, gain: float = 1.0, add: bool = False, key: int = 0
     ) -> bool:
-        if kernels_take(out):
+        if kernels_support(out):
             run = kernels("randomk")
-            how = run.ADD if add else run.SET
-            return bool(run.scatter(values.numpy(), out.numpy(), sparse.as_scalar(gain, out), how, start_of(key)))
-        where = positions(values.numel(), out.numel(), key, out.device)
-        return sparse.put(values, where, out, gain=gain, add=add)
+            op = run.ADD if add else run.SET
+            return bool(run.scatter(values.numpy(), out.numpy(), sparse.as_scalar(gain, out), op, sequence_start(key)))
+        where = stratified_positions(values.numel(), out.numel(), key, out.device)
+        return sparse.scatter_at(values, where, out, gain=gain, add=add)
 
     def erase(self, payload: Payload, out: Tensor, *, key: int = 0) -> None:
         if out.numel():
-            out[positions(self.max_kept(out.numel()), out.numel(), key, out.device)] = 0
+            out[stratified_positions(self.max_kept(out.numel()), out.numel(), key, out.device)] = 0

@@ -1,4 +1,4 @@
-"""Room that a codec needs during a call: made once for each thread, grown when more is asked for, never zeroed."""
+"""Scratch memory that codecs use during a call: allocated once per thread, grown on demand, never zeroed."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 
-class _Rooms(threading.local):
+class _ThreadScratch(threading.local):
     def __init__(self) -> None:
         self.tensors: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
 
-_rooms = _Rooms()
+_scratch = _ThreadScratch()
 
 
 def scratch(name: str, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """A flat tensor with whatever is in it; the next call with this name, in this thread, may hand it out again.
+    """A flat, uninitialized tensor. The next call with this name in this thread may return the same memory.
 
     >>> import torch
     >>> from gradsync.codecs.scratch import scratch
@@ -26,7 +26,7 @@ def scratch(name: str, numel: int, dtype: torch.dtype, device: torch.device | st
     (True, torch.Size([7]))
     """
     place = (name, dtype, torch.device(device))
-    room = _rooms.tensors.get(place)
-    if room is None or room.numel() < numel:
-        room = _rooms.tensors[place] = torch.empty(numel, dtype=dtype, device=device)
-    return room[:numel]
+    tensor = _scratch.tensors.get(place)
+    if tensor is None or tensor.numel() < numel:
+        tensor = _scratch.tensors[place] = torch.empty(numel, dtype=dtype, device=device)
+    return tensor[:numel]

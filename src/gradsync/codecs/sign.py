@@ -1,4 +1,4 @@
-"""One bit a value: ``sign``."""
+"""``sign``: one bit per value."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Sign(Blockwise):
     (True, tensor([ 1., -1.,  1.]))
     """
 
-    block: int = 1024  # larger => fewer bytes for scales (1024: 31 times less than float32), a coarser mean
+    block: int = 1024  # larger => fewer bytes for scales (1024: 31 times less than float32), coarser magnitudes
 
     bits: ClassVar[int] = 1
     levels: ClassVar[int] = 0

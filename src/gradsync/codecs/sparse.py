@@ -1,7 +1,8 @@
-"""What codecs have in common that keep some of the values and leave the others to the residual.
+"""The base of the sparse codecs, which send some of the values and leave the others in the residual.
 
-A payload has two parts: which values were kept (the *index*, empty where the key alone says it), then these values in
-order of position. ``Chain`` gives the second part to another codec.
+A payload has two parts: the *index*, which says what values were kept (empty if that follows from the key), then these
+values in order of position. ``Chain`` encodes the second part with another codec. The functions below the class are
+shared by ``TopK`` and ``RandomK``: compensation with the residual, and the torch code for known positions.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from gradsync.codecs.base import COMPILED_DTYPES, Codec, Payload, Residual, padd
 
 
 class Sparse(Codec):
-    """A codec that keeps some values: it chooses them (``select``) and puts them where they belong (``scatter``)."""
+    """A codec that keeps some values: it chooses them (``select``) and writes them to their positions (``scatter``)."""
 
-    momentum: float = 0.0  # what the feedback gathers before the selection: see Dgc
+    momentum: float = 0.0  # momentum correction by the error feedback, before the selection: see Dgc
     clip_norm: float | None = None
 
     @abc.abstractmethod
     def max_kept(self, numel: int) -> int:
-        """How many of ``numel`` values a payload has room for."""
+        """How many of ``numel`` values a payload can hold."""
 
     @abc.abstractmethod
     def index_bytes(self, numel: int) -> int:
-        """How long the index is: a multiple of 8."""
+        """The length of the index: a multiple of 8."""
 
     @abc.abstractmethod
     def num_kept(self, index: Tensor, numel: int) -> int:
-        """How many values an index speaks of."""
+        """The number of values that an index lists."""
 
     @abc.abstractmethod
     def select(
@@ -50,27 +51,27 @@ class Sparse(Codec):
         after: Tensor | None = None,
         key: int = 0,
     ) -> int:
-        """Choose from ``y = gain * x + before``: write which, their values in order, and say how many.
+        """Choose values of ``y = gain * x + before``; write their index and their values in order; returns how many.
 
-        ``values`` has room for ``max_kept`` and is zero behind the last one. ``after`` becomes y less what ``values``
-        say; it may be ``before`` or, where that is None and ``gain`` is 1, ``x``.
+        ``values`` has ``max_kept`` elements; those behind the last chosen one are set to zero. ``after`` becomes y
+        minus ``values``; it may be ``before`` or, if that is None and ``gain`` is 1, ``x``.
         """
 
     @abc.abstractmethod
     def scatter(
         self, index: Tensor, values: Tensor, out: Tensor, *, gain: float = 1.0, add: bool = False, key: int = 0
     ) -> bool:
-        """Write ``gain`` times the values where they belong, zero elsewhere, or add them; say if all are finite."""
+        """Write ``gain`` times the values to their positions and zero elsewhere, or add; returns if all are finite."""
 
     @abc.abstractmethod
     def erase(self, payload: Payload, out: Tensor, *, key: int = 0) -> None:
-        """Write zero to ``out`` wherever the payload has a value; the others stay."""
+        """Write zero to ``out`` wherever the payload has a value; other elements are unchanged."""
 
     def values_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What the values kept of a tensor of a dtype travel as."""
+        """The dtype in which the kept values of a tensor of a dtype are sent."""
         return dtype
 
-    # -- the codec that follows ---------------------------------------------------------------------------------------
+    # -- Codec --------------------------------------------------------------------------------------------------------
 
     def encoded_bytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
         if numel == 0:
@@ -83,7 +84,7 @@ class Sparse(Codec):
         if x.numel() == 0:
             return
         index, values = self._parts(payload, x.numel(), x.dtype)
-        payload[-8:] = 0  # the padding travels as well
+        payload[-8:] = 0  # the padding is sent as well
         before, after = (None, None) if residual is None else (residual.before, residual.after)
         self.select(x, index, values, gain=gain, before=before, after=after, key=key)
 
@@ -107,7 +108,7 @@ class Sparse(Codec):
     ) -> bool:
         if x.numel() == 0:
             return True
-        # The sum needs room of full size: where the residual will be, or else where the result will.
+        # The sum needs a buffer of full size: that of the residual, or else that of the result.
         y = out if residual is None else residual.after
         compensate(x, y, gain=gain, before=None if residual is None else residual.before)
         for other in received:
@@ -118,18 +119,21 @@ class Sparse(Codec):
         self.select(y, index, values, after=None if residual is None else y, key=key)
         return self.scatter(index, values, out, gain=out_gain, key=key)
 
+    def magnitudes(self, payload: Payload, numel: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        return self._parts(payload, numel, dtype)[1] if numel else None
+
     def _parts(self, payload: Payload, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The index and the values."""
-        check_room(self, payload, numel, dtype)
-        cut, num = self.index_bytes(numel), self.max_kept(numel)
-        return payload[:cut], payload[cut:].view(self.values_dtype(dtype))[:num]
+        check_payload_size(self, payload, numel, dtype)
+        index_end, num = self.index_bytes(numel), self.max_kept(numel)
+        return payload[:index_end], payload[index_end:].view(self.values_dtype(dtype))[:num]
 
 
-# -- what the sparse codecs share --------------------------------------------------------------------------------------
+# -- shared by the sparse codecs ---------------------------------------------------------------------------------------
 
 
-def check_room(codec: Codec, payload: Payload, numel: int, dtype: torch.dtype) -> None:
-    """Refuse a payload of another length: it was made for another dtype, another size or another codec."""
+def check_payload_size(codec: Codec, payload: Payload, numel: int, dtype: torch.dtype) -> None:
+    """Raise if a payload has another length: it was made for another dtype, another size or another codec."""
     expected = codec.encoded_bytes(numel, dtype)
     if payload.numel() != expected:
         raise ValueError(
@@ -138,8 +142,8 @@ def check_room(codec: Codec, payload: Payload, numel: int, dtype: torch.dtype) -
         )
 
 
-def kernels_take(*tensors: Tensor) -> bool:
-    """Whether the compiled kernels work on these: floats of 32 bits, all alike, on the CPU."""
+def kernels_support(*tensors: Tensor) -> bool:
+    """Whether the compiled kernels work on these tensors: all of one compiled dtype, contiguous, on the CPU."""
     dtype = tensors[0].dtype
     return dtype in COMPILED_DTYPES and all(
         tensor.dtype == dtype and tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors
@@ -148,61 +152,61 @@ def kernels_take(*tensors: Tensor) -> bool:
 
 @functools.cache
 def kernels(name: str) -> Any:
-    """A module of compiled kernels; Numba is imported when the first one is asked for."""
-    return importlib.import_module(f"gradsync.codecs.kernels.{name}")
+    """A module of compiled kernels. The first call imports Numba."""
+    return importlib.import_module(f"gradsync.kernels.codecs.{name}")
 
 
 def compensated(x: Tensor, *, gain: float, before: Tensor | None) -> Tensor:
-    """``gain * x + before``, in the residual's dtype: what is left of 16 bits may be too small for 16 bits."""
+    """``gain * x + before``, in the residual's dtype: the residual of 16-bit values may be too small for 16 bits."""
     if before is None:
         return x * gain
     return (x.to(before.dtype) * gain).add_(before)
 
 
 def compensate(x: Tensor, y: Tensor, *, gain: float, before: Tensor | None) -> None:
-    """Write ``gain * x + before`` to ``y``, which may be ``before`` or, without that, ``x``."""
-    if not kernels_take(x, y, *(() if before is None else (before,))):
+    """Write ``gain * x + before`` to ``y``, which may be ``before`` or, if that is None, ``x``."""
+    if not kernels_support(x, y, *(() if before is None else (before,))):
         y.copy_(compensated(x, gain=gain, before=before))
         return
     if before is None:
         torch.mul(x, gain, out=y)
         return
-    mode = how_compensated(x, gain, before, y)
-    kernels("residual").compensate(x.numpy(), before.numpy(), y.numpy(), mode, as_scalar(gain, x))
+    mode = compensation_mode(x, gain, before, y)
+    kernels("sparse").compensate(x.numpy(), before.numpy(), y.numpy(), mode, as_scalar(gain, x))
 
 
-def how_compensated(x: Tensor, gain: float, before: Tensor | None, after: Tensor | None) -> int:
-    """The kernels' word for where the residual lies."""
-    run = kernels("residual")
+def compensation_mode(x: Tensor, gain: float, before: Tensor | None, after: Tensor | None) -> int:
+    """The ``mode`` argument of the kernels: where the residual is read and written."""
+    run = kernels("sparse")
     if after is None:
-        assert before is None, "what was held back before, and is not kept after, would be lost"
-        return int(run.ALONE)
+        assert before is None, "a residual that is added must also be written back, or it is lost"
+        return int(run.NO_RESIDUAL)
     if before is None:
-        return int(run.IN_PLACE if after.data_ptr() == x.data_ptr() and gain == 1.0 else run.ALONE)
-    return int(run.SAME if before.data_ptr() == after.data_ptr() else run.APART)
+        return int(run.IN_PLACE if after.data_ptr() == x.data_ptr() and gain == 1.0 else run.NO_RESIDUAL)
+    return int(run.SAME_BUFFER if before.data_ptr() == after.data_ptr() else run.SEPARATE)
 
 
 def as_scalar(gain: float, x: Tensor) -> Any:
-    """A number as the kernels take it: of the type of ``x``, as torch multiplies."""
+    """``gain`` as a NumPy scalar of the dtype of ``x``: torch multiplies in that dtype, too."""
     return np.float32(gain) if x.dtype == torch.float32 else np.float64(gain)
 
 
-def narrowed(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values in a dtype of fewer bits; what is finite stays so, and the residual keeps what is too large."""
+def narrow(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert to a dtype of fewer bits. Finite values stay finite: the residual keeps the excess of large ones."""
     largest = torch.finfo(dtype).max
     if y.dtype == dtype or largest >= torch.finfo(y.dtype).max:
         return y.to(dtype)
     return torch.where(y.isfinite(), y.clamp(-largest, largest), y).to(dtype)
 
 
-def leave(y: Tensor, where: Tensor, values: Tensor) -> Tensor:
-    """Take ``values`` out of ``y`` in place; where they are not finite, nothing is left."""
+def subtract_sent(y: Tensor, where: Tensor, values: Tensor) -> Tensor:
+    """Subtract the sent ``values`` from ``y`` in place; where they are not finite, the rest is zero."""
     rest = y[where] - values.to(y.dtype)
     y[where] = torch.where(values.isfinite(), rest, torch.zeros_like(rest))
     return y
 
 
-def put(values: Tensor, where: Tensor, out: Tensor, *, gain: float, add: bool) -> bool:
+def scatter_at(values: Tensor, where: Tensor, out: Tensor, *, gain: float, add: bool) -> bool:
     """``scatter`` for known positions."""
     scaled = (values.to(torch.promote_types(values.dtype, out.dtype)) * gain).to(out.dtype)
     if not add:
@@ -212,11 +216,11 @@ def put(values: Tensor, where: Tensor, out: Tensor, *, gain: float, add: bool) -
 
 
 def check_density(density: float) -> None:
-    """A density is the share of values that are kept."""
+    """Raise if a density, the share of values that are kept, is out of range."""
     if not 0 < density <= 1:
         raise ValueError(f"density must be above 0 and at most 1; got {density=}. Try 0.01 to keep one in a hundred.")
 
 
-def share_of(numel: int, density: float) -> int:
-    """How many values of ``numel`` are kept: at least one of any."""
+def num_to_keep(numel: int, density: float) -> int:
+    """How many of ``numel`` values are kept: at least one."""
     return min(numel, max(1, math.ceil(density * numel)))

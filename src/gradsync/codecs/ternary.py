@@ -1,4 +1,4 @@
-"""Two bits a value: ``ternary``."""
+"""``ternary``: two bits per value."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from gradsync.codecs.blockwise import Blockwise
 @spec.register("codec", "ternary")
 @dataclass(frozen=True, kw_only=True)
 class Ternary(Blockwise):
-    """TernGrad (Wen et al., 2017): -1, 0 or 1 times the largest magnitude of the block, right in the mean.
+    """TernGrad (Wen et al., 2017): -1, 0 or 1 times the largest magnitude of the block, unbiased.
 
-    A value is sent as its sign with a probability of ``|x| / max|x|``, else as 0. Unbiased, so that it needs no error
-    feedback, but of a large variance: with feedback the noise of one step is taken back in the next ones.
+    A value is sent as its sign with a probability of ``|x| / max|x|``, else as 0. Being unbiased it needs no error
+    feedback, but its variance is large: with feedback the noise of one step is corrected in the next ones.
 
     >>> import torch
     >>> from gradsync.codecs import Payload, Ternary

@@ -1,4 +1,8 @@
-"""Top-k: the largest values, each with its position."""
+"""``topk``: the largest values, each with its position.
+
+``TopK`` is the codec. ``_Plan`` holds everything that follows from a size and a density, and how positions are stored.
+float32 on a CPU is selected by a kernel in one pass over the values (kernels/codecs/topk.py), anything else by torch.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,9 @@ from torch import Tensor
 from gradsync import spec
 from gradsync.codecs import sparse
 from gradsync.codecs.base import Payload, padded
+from gradsync.codecs.random import sequence_start, stratified_positions
 from gradsync.codecs.scratch import scratch
-from gradsync.codecs.sparse import Sparse, check_density, kernels, kernels_take, share_of
-from gradsync.codecs.strata import positions, start_of
+from gradsync.codecs.sparse import Sparse, check_density, kernels, kernels_support, num_to_keep
 
 _BITS = {
     torch.float64: torch.int64,
@@ -24,16 +28,16 @@ _BITS = {
     torch.bfloat16: torch.int16,
     torch.float16: torch.int16,
 }
-_SAMPLE_KEY = 0  # the same sample every step: what is kept follows from the values alone
-_SAMPLE_START = start_of(_SAMPLE_KEY)
+_SAMPLE_KEY = 0  # the same sample in every step: the selection depends on the values only
+_SAMPLE_START = sequence_start(_SAMPLE_KEY)
 
 
 @spec.register("codec", "topk")
 @dataclass(frozen=True, kw_only=True)
 class TopK(Sparse):
-    """Keeps the largest values by magnitude; all others wait in the residual until they have grown large enough.
+    """Keeps the largest values by magnitude; the others stay in the residual until they have grown large enough.
 
-    Zeros are never sent. NaN and inf count as larger than every number. [Note: index of top-k]
+    Zeros are never sent. NaN and inf count as larger than every number. For the format see [Note: index of top-k].
 
     >>> import torch
     >>> from gradsync.codecs import Payload, TopK
@@ -47,14 +51,14 @@ class TopK(Sparse):
     True
     """
 
-    density: float = 0.01  # lower => fewer bytes, more held back
-    exact: bool = False  # True => always the k largest; else now and then up to 15 % fewer, rather than look twice
+    density: float = 0.01  # lower => fewer bytes, larger residual
+    exact: bool = False  # True => always the k largest; False => sometimes up to 15 % fewer, to avoid a second pass
 
     def __post_init__(self) -> None:
         check_density(self.density)
 
     def max_kept(self, numel: int) -> int:
-        return share_of(numel, self.density)
+        return num_to_keep(numel, self.density)
 
     def index_bytes(self, numel: int) -> int:
         return _Plan.of(self, numel).index_bytes
@@ -77,128 +81,129 @@ class TopK(Sparse):
         key: int = 0,
     ) -> int:
         plan = _Plan.of(self, x.numel())
-        if kernels_take(x, values, *(tensor for tensor in (before, after) if tensor is not None)):
+        if kernels_support(x, values, *(tensor for tensor in (before, after) if tensor is not None)):
             return _select_by_kernel(plan, x, index, values, gain=gain, before=before, after=after)
         y = sparse.compensated(x, gain=gain, before=before)
         where = _largest(y, plan)
         num = where.numel()
-        values[:num] = sparse.narrowed(y[where], values.dtype)
+        values[:num] = sparse.narrow(y[where], values.dtype)
         values[num:] = 0
         plan.write(where, index)
         if after is not None:
-            after.copy_(sparse.leave(y, where, values[:num]))
+            after.copy_(sparse.subtract_sent(y, where, values[:num]))
         return num
 
     def scatter(
         self, index: Tensor, values: Tensor, out: Tensor, *, gain: float = 1.0, add: bool = False, key: int = 0
     ) -> bool:
         plan = _Plan.of(self, out.numel())
-        if kernels_take(out, values):
+        if kernels_support(out, values):
             run = kernels("topk")
-            return _scatter_by_kernel(plan, index, values, out, gain=gain, how=run.ADD if add else run.SET)
+            return _scatter_by_kernel(plan, index, values, out, gain=gain, op=run.ADD if add else run.SET)
         where = plan.read(index)
-        return sparse.put(values[: where.numel()], where, out, gain=gain, add=add)
+        return sparse.scatter_at(values[: where.numel()], where, out, gain=gain, add=add)
 
     def erase(self, payload: Payload, out: Tensor, *, key: int = 0) -> None:
         if out.numel() == 0:
             return
         plan = _Plan.of(self, out.numel())
         index = payload[: plan.index_bytes]
-        if kernels_take(out):
+        if kernels_support(out):
             unread = scratch("topk unread values", plan.k, out.dtype)
-            _scatter_by_kernel(plan, index, unread, out, gain=1.0, how=kernels("topk").ZERO)
+            _scatter_by_kernel(plan, index, unread, out, gain=1.0, op=kernels("topk").ZERO)
         else:
             out[plan.read(index)] = 0
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What follows from a size and a density: how much is kept, how it is found, and how positions are written.
+    """What follows from a size and a density: how many values are kept, how they are found, how positions are stored.
 
-    [Note: index of top-k] Positions rise, so their high parts need not be written out. The lowest 8 bits of each (16
-    where few are kept) are a byte of their own; the parts above are one row of bits: for each block a 1 for every
-    value kept of it, then a 0. So the i-th value, in block b, sets bit i + b. At 1 % that is 9.4 bits a position.
+    [Note: index of top-k] Positions are ascending, so their high bits are stored in unary. The lowest 8 bits of each
+    position (16 if few are kept) are stored as they are. The bits above give the block of 256 (65536) positions. They
+    are one bit string: for each block a 1 for every value kept in it, then a 0. So the i-th value, in block b, sets bit
+    i + b. At a density of 1 % that is 9.4 bits per position.
     """
 
     numel: int
     k: int
-    low_bytes: int  # of each position
-    low_room: int  # bytes of all
+    low_bytes: int  # per position: its low bits
+    low_section_bytes: int  # for all positions, padded
     index_bytes: int
     num_samples: int
-    ranks: tuple[int, ...]  # the places in the sorted sample of the thresholds to try
-    enough: int  # fewer than this: try the next
-    capacity: int  # of the buffer: more than this lies above the threshold => it is raised on the way
+    sample_ranks: tuple[int, ...]  # positions, in the sample sorted in descending order, of the thresholds to try
+    min_kept: int  # fewer than this above a threshold => try the next one
+    capacity: int  # of the buffer: if more values are above the threshold, it is raised during the pass
 
     @staticmethod
     @functools.lru_cache(maxsize=4096)
     def of(codec: TopK, numel: int) -> _Plan:
         k = codec.max_kept(numel)
         low_bytes = 1 if numel <= 2048 * k else 2
-        low_room = padded(k * low_bytes)
+        low_section_bytes = padded(k * low_bytes)
         num_bits = k + (numel >> 8 * low_bytes) + 1
-        # About 128 of the sample should be among the k largest, but a sample need not be dear either.
+        # About 128 of the sample should be among the k largest, but the sample must stay cheap.
         num_samples = min(numel, max(4096, min(128 * numel // k, numel // 64)))
         hits = num_samples * k / numel
-        # Aimed below the k-th largest by what the sample may err.
+        # The threshold is aimed below the k-th largest by the sampling error.
         rank = k if num_samples == numel else math.ceil(hits + (4 if codec.exact else 2) * math.sqrt(hits))
         return _Plan(
             numel=numel,
             k=k,
             low_bytes=low_bytes,
-            low_room=low_room,
-            index_bytes=low_room + padded(-(-num_bits // 8)),
+            low_section_bytes=low_section_bytes,
+            index_bytes=low_section_bytes + padded(-(-num_bits // 8)),
             num_samples=num_samples,
-            ranks=tuple(min(r, num_samples) for r in (rank, 2 * rank)),
-            enough=k if codec.exact else math.ceil(0.85 * k),
+            sample_ranks=tuple(min(r, num_samples) for r in (rank, 2 * rank)),
+            min_kept=k if codec.exact else math.ceil(0.85 * k),
             capacity=k + k // 4 + 1024,
         )
 
     def low(self, index: Tensor) -> Tensor:
-        return index[: self.low_room]
+        return index[: self.low_section_bytes]
 
     def high(self, index: Tensor) -> Tensor:
-        return index[self.low_room :]
+        return index[self.low_section_bytes :]
 
     def write(self, where: Tensor, index: Tensor) -> None:
-        """Write positions, in order, with torch."""
+        """Write ascending positions to an index, with torch."""
         index.zero_()
         low = torch.stack([where >> 8 * place & 0xFF for place in range(self.low_bytes)], dim=1).to(torch.uint8)
         self.low(index)[: low.numel()] = low.view(-1)
         high = self.high(index)
         bits = torch.zeros(high.numel() * 8, dtype=torch.uint8, device=index.device)
         bits[torch.arange(where.numel(), device=index.device) + (where >> 8 * self.low_bytes)] = 1
-        high.copy_((bits.view(-1, 8) << _places(index.device)).sum(1))
+        high.copy_((bits.view(-1, 8) << _bit_positions(index.device)).sum(1))
 
     def read(self, index: Tensor) -> Tensor:
-        """The positions, with torch."""
-        bits = self.high(index).unsqueeze(1) >> _places(index.device) & 1
+        """The positions in an index, with torch."""
+        bits = self.high(index).unsqueeze(1) >> _bit_positions(index.device) & 1
         high = bits.view(-1).nonzero().view(-1)
         num = high.numel()
         where = high - torch.arange(num, device=index.device)
         if num > self.k:
-            raise _broken(self)
+            raise _invalid_payload(self)
         low = self.low(index).view(-1, self.low_bytes)[:num].to(torch.int64)
         for place in reversed(range(self.low_bytes)):
             where = where << 8 | low[:, place]
         if num and int(where[-1]) >= self.numel:
-            raise _broken(self)
+            raise _invalid_payload(self)
         return where
 
 
-def _places(device: torch.device) -> Tensor:
+def _bit_positions(device: torch.device) -> Tensor:
     return torch.arange(8, dtype=torch.uint8, device=device)
 
 
-def _broken(plan: _Plan) -> ValueError:
+def _invalid_payload(plan: _Plan) -> ValueError:
     return ValueError(
         f"expected a payload with at most {plan.k} positions below {plan.numel}; it has others. "
         "It was not made by this codec, or changed on the way."
     )
 
 
-class _Rooms(threading.local):
-    """What the kernel works in, as it takes it, for each dtype; grown when a plan needs more."""
+class _KernelScratch(threading.local):
+    """The scratch arrays of the selection kernel, by dtype, one set per thread; grown when a plan needs more."""
 
     def __init__(self) -> None:
         self._arrays: dict[torch.dtype, tuple[Any, ...]] = {}
@@ -210,14 +215,14 @@ class _Rooms(threading.local):
             num_samples, capacity = max(plan.num_samples, num_samples), max(plan.capacity, capacity)
             run = kernels("topk")
             sample, kept, chunk = (torch.empty(n, dtype=dtype) for n in (num_samples, capacity, run.CHUNK))
-            at, counts = (torch.empty(n, dtype=torch.int64) for n in (capacity, run.NUM_COUNTS))
-            rooms = (sample, sample.view(_BITS[dtype]), at, kept, kept.view(_BITS[dtype]), chunk, counts)
-            self._arrays[dtype] = tuple(room.numpy() for room in rooms)
+            positions, counts = (torch.empty(n, dtype=torch.int64) for n in (capacity, run.NUM_COUNTS))
+            arrays = (sample, sample.view(_BITS[dtype]), positions, kept, kept.view(_BITS[dtype]), chunk, counts)
+            self._arrays[dtype] = tuple(array.numpy() for array in arrays)
             self._sizes[dtype] = num_samples, capacity
         return self._arrays[dtype]
 
 
-_rooms = _Rooms()
+_scratch = _KernelScratch()
 
 
 def _select_by_kernel(
@@ -232,14 +237,14 @@ def _select_by_kernel(
             given,
             given if before is None else before.numpy(),
             given if after is None else after.numpy(),
-            sparse.how_compensated(x, gain, before, after),
+            sparse.compensation_mode(x, gain, before, after),
             sparse.as_scalar(gain, x),
-            plan.ranks,
-            plan.enough,
+            plan.sample_ranks,
+            plan.min_kept,
             plan.num_samples,
             plan.capacity,
             _SAMPLE_START,
-            *_rooms.of(plan, x.dtype),
+            *_scratch.of(plan, x.dtype),
             values.numpy(),
             plan.low(index).numpy(),
             plan.low_bytes,
@@ -248,33 +253,33 @@ def _select_by_kernel(
     )
 
 
-def _scatter_by_kernel(plan: _Plan, index: Tensor, values: Tensor, out: Tensor, *, gain: float, how: int) -> bool:
+def _scatter_by_kernel(plan: _Plan, index: Tensor, values: Tensor, out: Tensor, *, gain: float, op: int) -> bool:
     run = kernels("topk")
-    said = run.scatter(
+    status = run.scatter(
         plan.low(index).numpy(),
         plan.low_bytes,
         plan.high(index).view(torch.uint64).numpy(),
         values.numpy(),
         out.numpy(),
         sparse.as_scalar(gain, out),
-        how,
+        op,
     )
-    if said == run.BROKEN:
-        raise _broken(plan)
-    return bool(said == run.FINITE)
+    if status == run.INVALID:
+        raise _invalid_payload(plan)
+    return bool(status == run.FINITE)
 
 
 def _largest(y: Tensor, plan: _Plan) -> Tensor:
     """The positions that the kernel would find, with torch."""
     bits = _BITS[y.dtype]
     magnitudes = y.view(bits) & torch.iinfo(bits).max
-    sample = magnitudes[positions(plan.num_samples, plan.numel, _SAMPLE_KEY, y.device)]
+    sample = magnitudes[stratified_positions(plan.num_samples, plan.numel, _SAMPLE_KEY, y.device)]
     sample = sample.to(torch.int64).sort(descending=True).values
     where = torch.empty(0, dtype=torch.int64, device=y.device)
-    for rank in (*plan.ranks, 0):
+    for rank in (*plan.sample_ranks, 0):
         least = max(1, int(sample[rank - 1])) if rank else 1
         where = (magnitudes >= least).nonzero().view(-1)
-        if where.numel() >= plan.enough or least == 1:
+        if where.numel() >= plan.min_kept or least == 1:
             break
     if where.numel() <= plan.k:
         return where

@@ -1,18 +1,21 @@
-"""How tensors get from rank to rank: one seam (``base``), a file a transport, and ``connect`` that chooses."""
+"""Moving tensors between ranks: one interface (``base``), a package per transport, and ``connect``, which picks one."""
+
+from typing import Any
 
 from gradsync.comm.base import Communicator, Work
 from gradsync.comm.connect import connect, current_timeout_s, disconnect, lost_ranks, override_timeout
-from gradsync.comm.feed import Feed
-from gradsync.comm.threads import run_ranks
+from gradsync.deprecated import renamed
 
 __all__ = [
     "Communicator",
-    "Feed",
     "Work",
     "connect",
     "current_timeout_s",
     "disconnect",
     "lost_ranks",
     "override_timeout",
-    "run_ranks",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return renamed(__name__, name)

@@ -1,6 +1,7 @@
-"""The seam between gradsync and whatever moves tensors: ``Communicator`` and the ``Work`` its calls return.
+"""The interface of every transport: ``Communicator``, and the ``Work`` that its calls return.
 
-A communicator only moves and sums. It never divides (scaling happens once, before) and never compresses.
+A communicator only moves and sums. It never divides (scaling happens once, before) and never compresses. ``Solo``, the
+communicator of a world of one, is here too.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradsync.comm import large_pages
+from gradsync.comm import hugepages
 from gradsync.comm.checks import check_contiguous, check_exchange, check_rows
-from gradsync.comm.feed import Feed
-from gradsync.comm.lifeline import Lifeline
+from gradsync.comm.failure.heartbeat import Heartbeat
 
 ReduceOp = Literal["sum", "max", "min"]
 REDUCE_OPS: tuple[ReduceOp, ...] = ("sum", "max", "min")
@@ -47,7 +47,7 @@ class Work(abc.ABC):
 
 
 class Finished(Work):
-    """The work that had nothing to wait for."""
+    """Work that was over when its call returned."""
 
     def wait(self) -> None:
         return None
@@ -57,12 +57,22 @@ class Finished(Work):
 
 
 @dataclass(frozen=True, slots=True)
-class Loan:
-    """Values that belong into a buffer, from ``first`` on and times ``factor``, and lie elsewhere as yet."""
+class SourceSlice:
+    """Values that an all-reduce reads where they are, instead of from its buffer: see ``all_reduce_from``.
+
+    They stand for ``buffer[first : first + values.numel()]``, multiplied by ``factor``.
+    """
 
     first: int
     values: Tensor  # flat
     factor: float
+
+
+class Worker:
+    """The identity of a worker (one process; in tests one thread). A communicator's splits and clones share it.
+
+    It is the key for state that is kept per worker, whichever of its communicators is at hand.
+    """
 
 
 class Communicator(abc.ABC):
@@ -80,16 +90,17 @@ class Communicator(abc.ABC):
     """
 
     transport: str = "none"  # what moves the bytes: "c10d", "threads", ...
-    sends_used_only: bool = False  # all_to_all leaves out what is not used of a row
+    sends_used_only: bool = False  # all_to_all sends only the ``used`` bytes of a row
+    compares_calls: bool = False  # the transport itself finds ranks whose calls differ: see checked.py
     why: str = ""  # why this transport was chosen, for `gradsync info` and sync.stats()
 
-    def __init__(self, rank: int, world_size: int, *, timeout_s: float, feed: Feed | None = None) -> None:
+    def __init__(self, rank: int, world_size: int, *, timeout_s: float, worker: Worker | None = None) -> None:
         if timeout_s <= 0:
             raise ValueError(f"timeout_s must be above 0; got {timeout_s=}.")
         self.rank = rank
         self.world_size = world_size
         self.timeout_s = timeout_s
-        self.feed = feed if feed is not None else Feed()  # shared by all splits: see feed.py
+        self.worker = worker if worker is not None else Worker()  # the same for all splits
 
     # -- what a transport implements ------------------------------------------------------------------------------
 
@@ -109,9 +120,9 @@ class Communicator(abc.ABC):
     def all_to_all(self, tensor: Tensor, *, out: Tensor, own: bool = True, used: Sequence[int] | None = None) -> Work:
         """Send row i of ``tensor`` to rank i; row j of ``out`` is what rank j sent here. Both (world_size, ...).
 
-        ``own=False``: nobody will read this rank's own row of ``out``, so it need not be written.
-        ``used``: how many bytes of each row count. A transport that ``sends_used_only`` leaves the rest out; what then
-        lies behind them in the receiver's row is as it was.
+        ``own=False``: this rank's own row of ``out`` will not be read, so it need not be written.
+        ``used``: how many bytes of each row are used. A transport that ``sends_used_only`` does not send the rest; the
+        receiver's row is not changed there.
         """
 
     @abc.abstractmethod
@@ -128,7 +139,7 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def barrier(self) -> None:
-        """Block until every rank of the group is here."""
+        """Block until every rank of the group has called it."""
 
     @abc.abstractmethod
     def split(self, ranks: Sequence[int]) -> Communicator | None:
@@ -137,35 +148,62 @@ class Communicator(abc.ABC):
         Called by *every* rank of this group with the same ``ranks``; a rank that is not among them gets None.
         """
 
-    def close(self) -> None:  # noqa: B027 - a transport that holds nothing has nothing to let go
-        """Let go of what the transport holds. Does not wait for peers. Safe to call twice."""
+    def close(self) -> None:  # noqa: B027 - a transport that holds nothing has nothing to release
+        """Release what the transport holds. Does not wait for peers. Safe to call twice."""
 
-    # -- what follows from it -------------------------------------------------------------------------------------
+    # -- what a transport may override ----------------------------------------------------------------------------
 
     @property
-    def lifeline(self) -> Lifeline | None:
-        """What tells the living from the dead, where the transport has one."""
+    def heartbeat(self) -> Heartbeat | None:
+        """What finds dead ranks, where the transport has one."""
         return None
 
-    def note(self, place: str, *, step: int | None = None) -> None:  # noqa: B027 - only a lifeline tells peers
-        """Remember where this rank is ("step 12"), so that an error on a peer can say so."""
+    def note(self, place: str, *, step: int | None = None) -> None:  # noqa: B027 - only a heartbeat shares it
+        """Record where this rank is ("step 12"), so that an error on a peer can say so."""
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A zeroed flat tensor for an engine's bucket; a transport may place it where it need not be copied."""
-        return large_pages.zeros(numel, dtype, device)
+        """A zeroed flat tensor for an engine's bucket; a transport may place it in memory that it reduces in place."""
+        return hugepages.zeros(numel, dtype, device)
 
-    def own_part(self, buffer: Tensor) -> tuple[int, int]:
-        """The values of an allocated buffer that this rank sums for all (from, to): these it may lend."""
+    def owned_range(self, buffer: Tensor) -> tuple[int, int]:
+        """The range (from, to) of an allocated buffer that this rank sums for all ranks.
+
+        Only there may a :class:`SourceSlice` replace the buffer's values in ``all_reduce_from``: no other rank reads
+        this rank's part of it. Empty where the transport can't do it.
+        """
         return 0, 0
 
-    def all_reduce_lent(self, buffer: Tensor, loans: Sequence[Loan]) -> Work:
-        """Sum a buffer over all ranks, of which some values of this rank's ``own_part`` still lie elsewhere."""
-        for loan in loans:
-            torch.mul(loan.values, loan.factor, out=buffer[loan.first : loan.first + loan.values.numel()])
+    def all_reduce_from(self, buffer: Tensor, sources: Sequence[SourceSlice]) -> Work:
+        """Sum a buffer over all ranks without copying ``sources`` into it first, where the transport can do that.
+
+        Each source replaces the buffer's values of this rank in its ``owned_range``. The bits of the result are those
+        of an all-reduce after copying the sources into the buffer, as this default does.
+        """
+        for source in sources:
+            torch.mul(source.values, source.factor, out=buffer[source.first : source.first + source.values.numel()])
         return self.all_reduce(buffer)
 
+    def unchecked(self) -> Communicator:
+        """The same group without the comparison of calls, for callers that agree on them by a plan, as engines do.
+
+        The communicator that ``connect`` returns compares the ranks' calls before each collective, where the transport
+        does not (see checked.py). Clones and splits of an unchecked one are unchecked too.
+        """
+        return self
+
+    def control_group(self) -> Communicator:
+        """A group of the same ranks for comparing calls by small all-reduces. Blocks: every rank calls it."""
+        return self.clone()
+
+    def compare(self, largest: Tensor, what: str) -> Work:
+        """Overwrite ``largest`` with the maximum over the ranks; ``what``: the call that an error names."""
+        return self.all_reduce(largest, op="max")
+
+    def check_call(self, what: str, tensor: Tensor, op: ReduceOp | None) -> None:  # noqa: B027 - most take anything
+        """Refuse a call that this transport can't make, before the ranks compare calls; ``op``: of a reduction."""
+
     def clone(self) -> Communicator:
-        """The same ranks with an order of collectives of their own: what each synchronizer takes for itself.
+        """The same ranks with an order of collectives of their own: each synchronizer has a clone.
 
         Two groups never see each other's collectives, so two models may interleave their backwards as they like.
         """
@@ -194,13 +232,14 @@ def check_op(op: str) -> None:
 
 
 class Solo(Communicator):
-    """A world of one: every collective is already done. What ``python train.py`` without a launcher gets."""
+    """A world of one: every collective is a copy at most. ``python train.py`` without a launcher uses it."""
 
     transport = "solo"
+    compares_calls = True
     why = "one worker: nothing to talk to"
 
-    def __init__(self, *, timeout_s: float = DEFAULT_TIMEOUT_S, feed: Feed | None = None) -> None:
-        super().__init__(0, 1, timeout_s=timeout_s, feed=feed)
+    def __init__(self, *, timeout_s: float = DEFAULT_TIMEOUT_S, worker: Worker | None = None) -> None:
+        super().__init__(0, 1, timeout_s=timeout_s, worker=worker)
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
         check_op(op)
@@ -229,14 +268,14 @@ class Solo(Communicator):
         return Finished()
 
     def send(self, tensor: Tensor, dst: int) -> Work:
-        raise ValueError(f"a world of one has nobody to send to; got {dst=}.")
+        raise ValueError(f"a world of one has no rank to send to; got {dst=}.")
 
     def recv(self, tensor: Tensor, src: int) -> Work:
-        raise ValueError(f"a world of one has nobody to receive from; got {src=}.")
+        raise ValueError(f"a world of one has no rank to receive from; got {src=}.")
 
     def barrier(self) -> None:
         return None
 
     def split(self, ranks: Sequence[int]) -> Communicator | None:
         self._check_ranks(ranks)
-        return Solo(timeout_s=self.timeout_s, feed=self.feed)
+        return Solo(timeout_s=self.timeout_s, worker=self.worker)

@@ -1,4 +1,4 @@
-"""``connect``: find this process's place in the run, choose a transport, and keep the communicator for the process."""
+"""``connect``: find this process's rank and world, pick a transport, and keep one communicator for the process."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from gradsync.comm.allreduce.selector import select_all_reduce
 from gradsync.comm.base import DEFAULT_TIMEOUT_S, Communicator, Solo
-from gradsync.comm.c10d import C10d, connect_c10d
-from gradsync.comm.chosen import choose
-from gradsync.comm.hosts import describe_hosts, ranks_by_host, survey_hosts
-from gradsync.comm.rendezvous import find_place, said_table_file, said_transport
+from gradsync.comm.c10d.communicator import C10d, connect_c10d
+from gradsync.comm.checked import checked
+from gradsync.comm.rendezvous import collectives_file, find_launch_info, launch_info_of_group, requested_transport
+from gradsync.comm.topology import describe_hosts, ranks_by_host, survey_hosts
 
 log = logging.getLogger("gradsync")
 
@@ -22,28 +23,27 @@ TRANSPORTS = ("auto", "c10d", "shm", "hierarchical", "solo", "mpi")
 
 
 class _Process:
-    """What this process has connected: one communicator, shared by everyone who does not bring their own."""
+    """This process's communicator, which all callers of ``connect`` share."""
 
     lock = threading.Lock()
     comm: Communicator | None = None
-    timeout_s: float | None = None  # what the launcher said, if it did
-    leave_in_order: Callable[[], None] | None = None  # what the transport does at an end where nobody was lost
+    timeout_s: float | None = None  # the launcher's, which overrides the script's
+    finalize: Callable[[], None] | None = None  # called at exit, unless a peer was lost
 
 
 def connect(transport: str = "auto", *, timeout_s: float | None = None) -> Communicator:
     """Connect this process with the other workers of its run; the same communicator at every call.
 
-    The place in the run comes from what torchrun (or ``gradsync run``), Open MPI, PMI or Slurm left in the environment;
-    with none of them it is a world of one, so that ``python train.py`` works unchanged. A process group that the script
-    has already initialised is used as it is. Blocks until all workers are here, at most ``timeout_s`` (300 unless
-    said): that is also how long any later collective may take before a silent peer is given up
-    (:class:`gradsync.PeerLost`).
+    Rank and world size come from the environment that torchrun (or ``gradsync run``), Open MPI, PMI or Slurm set;
+    without a launcher it is a world of one, so that ``python train.py`` works unchanged. A process group that the
+    script has already initialised is used as it is. Blocks until all workers have connected, at most ``timeout_s``
+    (default: 300). A later collective may take as long before a silent peer is given up (:class:`gradsync.PeerLost`).
 
     ``transport``: ``"c10d"`` (torch.distributed: Gloo for CPU tensors, NCCL for CUDA ones), ``"shm"`` (shared memory,
     for CPU ranks on one host), ``"hierarchical"`` (for CPU ranks on several hosts: shared memory within, c10d across),
-    ``"mpi"`` (for ranks that mpirun or srun started), ``"solo"``, or ``"auto"``: what the environment variable
-    ``GRADSYNC_TRANSPORT`` says, and if it is not set, shared memory as far as it goes. ``comm.why`` says why it is what
-    it is.
+    ``"mpi"`` (for ranks that mpirun or srun started), ``"solo"``, or ``"auto"``: the value of the environment variable
+    ``GRADSYNC_TRANSPORT``; if it is not set, shared memory between ranks of one host and c10d between hosts.
+    ``comm.why`` gives the reason for the transport in use.
 
     >>> import gradsync
     >>> comm = gradsync.connect()
@@ -55,7 +55,7 @@ def connect(transport: str = "auto", *, timeout_s: float | None = None) -> Commu
     if transport not in TRANSPORTS:
         raise ValueError(
             f"transport must be one of {', '.join(TRANSPORTS)}; got {transport!r}. "
-            "(Ranks as threads are made by gradsync.comm.run_ranks.)"
+            "(Ranks as threads are made by gradsync.testing.run_ranks.)"
         )
     with _Process.lock:
         if _Process.comm is None:
@@ -63,53 +63,58 @@ def connect(transport: str = "auto", *, timeout_s: float | None = None) -> Commu
             log.info("%r: %s", _Process.comm, _Process.comm.why)
         comm = _Process.comm
     if transport not in ("auto", comm.transport):
-        raise ValueError(f"this process is already connected over {comm.transport!r}; got {transport=}. Say it first.")
+        raise ValueError(
+            f"this process is already connected over {comm.transport!r}; got {transport=}. "
+            "Pass transport to the first connect()."
+        )
     if timeout_s is not None and timeout_s != comm.timeout_s and _Process.timeout_s is None:
         raise ValueError(
             f"this process is already connected with timeout_s={comm.timeout_s}; got {timeout_s=}. "
-            "Say it at the first connect()."
+            "Pass timeout_s to the first connect()."
         )
     return comm
 
 
 def _connect(transport: str, timeout_s: float) -> Communicator:
-    said = said_transport(TRANSPORTS) if transport == "auto" else transport
-    comm = _connect_over(said, timeout_s)
-    if said != transport:
-        comm.why = f"{comm.why}; GRADSYNC_TRANSPORT={said}"
-    return comm
+    requested = requested_transport(TRANSPORTS) if transport == "auto" else transport
+    comm = _connect_over(requested, timeout_s)
+    if requested != transport:
+        comm.why = f"{comm.why}; GRADSYNC_TRANSPORT={requested}"
+    return checked(comm)
 
 
 def _connect_over(transport: str, timeout_s: float) -> Communicator:
     if transport == "mpi":
-        from gradsync.comm.mpi import connect_mpi  # it loads the MPI library
+        from gradsync.comm.mpi.communicator import connect_mpi  # it loads the MPI library
 
         world = connect_mpi(timeout_s=timeout_s)
-        _Process.leave_in_order = world.leave_in_order
+        _Process.finalize = world.finalize
         atexit.register(_leave)
         return world
-    place = find_place()
+    if transport == "solo":
+        return Solo(timeout_s=timeout_s)
     adopted = dist.is_initialized()
-    world_size = dist.get_world_size() if adopted else place.world_size
-    if world_size == 1 or transport == "solo":
-        if transport not in ("auto", "solo"):
+    info = launch_info_of_group(dist.get_rank(), dist.get_world_size()) if adopted else find_launch_info()
+    world_size = info.world_size
+    if world_size == 1:
+        if transport != "auto":
             raise ValueError(
                 f"transport={transport!r} needs a launcher; no torchrun, MPI or Slurm is seen. Use `gradsync run`."
             )
         return Solo(timeout_s=timeout_s)
-    why = "the script's own process group" if adopted else f"{world_size} ranks, as {place.source} says"
-    group = connect_c10d(place, timeout_s=timeout_s, why=why)
+    why = "the script's own process group" if adopted else f"{world_size} ranks, as {info.source} says"
+    group = connect_c10d(info, timeout_s=timeout_s, why=why)
     if not adopted:
-        _Process.leave_in_order = _end_torch_distributed
-    # At a normal exit the others must learn that this rank left in order, and did not die.
+        _Process.finalize = _end_torch_distributed
+    # At a normal exit the other ranks must learn that this rank left in order, and did not die.
     atexit.register(_leave)
-    # (A rank 0 that has nothing to do is not gone before the others have reached its lifeline: both calls meet.)
-    comm = group if transport == "c10d" else _faster(group, transport)
-    return choose(comm, said_table_file())
+    # (Both calls are collective, so a rank 0 that exits soon does so after the others have connected to its heartbeat.)
+    comm = group if transport == "c10d" else _use_shared_memory(group, transport)
+    return select_all_reduce(comm, collectives_file())
 
 
-def _faster(group: C10d, transport: str) -> Communicator:
-    """The group over shared memory, as far as its ranks share hosts; or the group, which says why not."""
+def _use_shared_memory(group: C10d, transport: str) -> Communicator:
+    """The group over shared memory, as far as its ranks share hosts; else the group, with the reason in ``why``."""
     hosts, obstacle = survey_hosts(group)
     ranks = ranks_by_host(hosts)
     wanted = transport
@@ -118,7 +123,7 @@ def _faster(group: C10d, transport: str) -> Communicator:
     if not obstacle and wanted == "shm" and len(ranks) > 1:
         obstacle = f"the ranks are on several hosts ({describe_hosts(ranks)})"
     if not obstacle and wanted == "hierarchical" and len(ranks) == 1:
-        obstacle = "all ranks are on one host, where 'shm' does it alone"
+        obstacle = "all ranks are on one host, where 'shm' is enough"
     if not obstacle and wanted == "hierarchical" and len(ranks) == len(hosts):
         obstacle = "every rank is on a host of its own"
     if obstacle and transport != "auto":
@@ -127,10 +132,10 @@ def _faster(group: C10d, transport: str) -> Communicator:
         group.why = f"{group.why}; {obstacle}"
         return group
     if wanted == "shm":
-        from gradsync.comm.shm import Shm  # Numba takes a second to import
+        from gradsync.comm.shm.communicator import Shm  # Numba takes a second to import
 
         return Shm(group, why=f"{group.why}; all on one host")
-    from gradsync.comm.hierarchical import connect_hierarchical
+    from gradsync.comm.hierarchical.communicator import connect_hierarchical
 
     return connect_hierarchical(group, hosts)
 
@@ -141,20 +146,20 @@ def _leave() -> None:
 
 
 def disconnect(*, failure: str = "") -> None:
-    """Leave the run in order, telling the others (``failure``: why it is not in order). Safe to call twice.
+    """Leave the run in order, and tell the other ranks (``failure``: why it ends early). Safe to call twice.
 
-    Happens by itself when the interpreter exits.
+    Called automatically when the interpreter exits.
     """
     with _Process.lock:
         comm, _Process.comm = _Process.comm, None
-        leave_in_order, _Process.leave_in_order = _Process.leave_in_order, None
-    lifeline = comm.lifeline if comm is not None else None
-    if lifeline is not None:
-        broken = bool(lifeline.lost) or bool(failure)
-        lifeline.close(failure)
-        # With a peer lost there are collectives under way that will never end, and a transport would wait for them.
-        if leave_in_order is not None and not broken:
-            leave_in_order()
+        finalize, _Process.finalize = _Process.finalize, None
+    heartbeat = comm.heartbeat if comm is not None else None
+    if heartbeat is not None:
+        broken = bool(heartbeat.lost) or bool(failure)
+        heartbeat.close(failure)
+        # After a lost peer there are collectives under way that will never end, and finalizing would wait for them.
+        if finalize is not None and not broken:
+            finalize()
 
 
 def _end_torch_distributed() -> None:
@@ -175,5 +180,5 @@ def current_timeout_s() -> float:
 
 def lost_ranks() -> dict[int, str]:
     """The peers that are known to be lost, each with the reason; empty while all is well."""
-    lifeline = _Process.comm.lifeline if _Process.comm is not None else None
-    return dict(lifeline.lost) if lifeline is not None else {}
+    heartbeat = _Process.comm.heartbeat if _Process.comm is not None else None
+    return dict(heartbeat.lost) if heartbeat is not None else {}

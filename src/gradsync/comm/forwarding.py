@@ -1,4 +1,4 @@
-"""A communicator that has another one do everything: what a wrapper that changes some of the calls begins with."""
+"""``Forwarding``: a communicator that forwards every call to another one; the base class of wrappers."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradsync.comm.base import Communicator, Loan, ReduceOp, Work
-from gradsync.comm.lifeline import Lifeline
+from gradsync.comm.base import Communicator, ReduceOp, SourceSlice, Work
+from gradsync.comm.failure.heartbeat import Heartbeat
 
 
 class Forwarding(Communicator):
-    """Hands every call to ``inner``, which it does not own but for ``close()``."""
+    """Forwards every call to ``inner``; ``close()`` closes it too. A wrapper overrides the calls that it changes."""
 
     def __init__(self, inner: Communicator) -> None:
-        super().__init__(inner.rank, inner.world_size, timeout_s=inner.timeout_s, feed=inner.feed)
+        super().__init__(inner.rank, inner.world_size, timeout_s=inner.timeout_s, worker=inner.worker)
         self.inner = inner
         self.transport = inner.transport
         self.why = inner.why
@@ -46,12 +46,12 @@ class Forwarding(Communicator):
         self.inner.barrier()
 
     def split(self, ranks: Sequence[int]) -> Communicator | None:
-        """The group as ``inner`` makes it: a wrapper that is to be around it too says so itself."""
+        """The group as ``inner`` makes it. A wrapper whose splits are to be wrapped too overrides this."""
         return self.inner.split(ranks)
 
     @property
-    def lifeline(self) -> Lifeline | None:
-        return self.inner.lifeline
+    def heartbeat(self) -> Heartbeat | None:
+        return self.inner.heartbeat
 
     def note(self, place: str, *, step: int | None = None) -> None:
         self.inner.note(place, step=step)
@@ -59,11 +59,11 @@ class Forwarding(Communicator):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.inner.allocate(numel, dtype, device)
 
-    def own_part(self, buffer: Tensor) -> tuple[int, int]:
-        return self.inner.own_part(buffer)
+    def owned_range(self, buffer: Tensor) -> tuple[int, int]:
+        return self.inner.owned_range(buffer)
 
-    def all_reduce_lent(self, buffer: Tensor, loans: Sequence[Loan]) -> Work:
-        return self.inner.all_reduce_lent(buffer, loans)
+    def all_reduce_from(self, buffer: Tensor, sources: Sequence[SourceSlice]) -> Work:
+        return self.inner.all_reduce_from(buffer, sources)
 
     def close(self) -> None:
         self.inner.close()

@@ -1,4 +1,4 @@
-"""Plain objects between ranks: nested dicts, lists, numbers, text and tensors, as JSON and raw bytes. Never pickle."""
+"""Sending plain objects between ranks: nested dicts, lists, numbers, text, bytes and tensors. As JSON, not pickle."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from gradsync.comm.base import Communicator
 
-_TENSOR, _TUPLE, _PAIRS = "__tensor__", "__tuple__", "__pairs__"
+_TENSOR, _TUPLE, _PAIRS, _BYTES = "__tensor__", "__tuple__", "__pairs__", "__bytes__"
 
 
 def broadcast_object(comm: Communicator, value: Any, src: int) -> Any:
-    """What rank ``src`` gave, on every rank; the others' ``value`` is not read. Blocks."""
+    """The ``value`` of rank ``src``, on every rank; the others' ``value`` is not read. Blocks."""
     tensors: list[Tensor] = []
     text = json.dumps(_pack(value, tensors)).encode() if comm.rank == src else b""
     length = torch.tensor([len(text)])
@@ -28,6 +28,27 @@ def broadcast_object(comm: Communicator, value: Any, src: int) -> Any:
     for work in [comm.broadcast(tensor, src) for tensor in sent]:
         work.wait()
     return value if comm.rank == src else _unpack(tree, iter(sent))
+
+
+def send_object(comm: Communicator, value: Any, dst: int) -> None:
+    """Send a value to rank ``dst``, which calls :func:`recv_object`. Blocks until it is sent."""
+    tensors: list[Tensor] = []
+    text = json.dumps(_pack(value, tensors)).encode()
+    for tensor in (torch.tensor([len(text)]), _as_bytes(text, len(text)), *tensors):
+        comm.send(tensor.detach().contiguous(), dst).wait()
+
+
+def recv_object(comm: Communicator, src: int) -> Any:
+    """The value that rank ``src`` sends by :func:`send_object`. Blocks until it has arrived."""
+    length = torch.empty(1, dtype=torch.int64)
+    comm.recv(length, src).wait()
+    text = torch.empty(int(length), dtype=torch.uint8)
+    comm.recv(text, src).wait()
+    tree = json.loads(text.numpy().tobytes())
+    tensors = [_empty(kind) for kind in _kinds(tree)]
+    for tensor in tensors:
+        comm.recv(tensor, src).wait()
+    return _unpack(tree, iter(tensors))
 
 
 def all_gather_object(comm: Communicator, value: Any) -> list[Any]:
@@ -53,8 +74,10 @@ def _pack(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, Tensor):
         tensors.append(value)
         return {_TENSOR: [list(value.shape), str(value.dtype).removeprefix("torch."), str(value.device)]}
+    if isinstance(value, bytes):
+        return {_BYTES: _pack(_as_bytes(value, len(value)), tensors)}
     if isinstance(value, dict):
-        # JSON's keys are text: pairs keep an optimizer's integers what they are.
+        # JSON's keys are text: as pairs, an optimizer's integer keys stay integers.
         return {_PAIRS: [[_pack(key, tensors), _pack(item, tensors)] for key, item in value.items()]}
     if isinstance(value, tuple):
         return {_TUPLE: [_pack(item, tensors) for item in value]}
@@ -62,7 +85,9 @@ def _pack(value: Any, tensors: list[Tensor]) -> Any:
         return [_pack(item, tensors) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise TypeError(f"only dicts, lists, tuples, numbers, text and tensors are shared; got {type(value).__name__}.")
+    raise TypeError(
+        f"only dicts, lists, tuples, numbers, text, bytes and tensors are shared; got {type(value).__name__}."
+    )
 
 
 def _unpack(tree: Any, tensors: Any) -> Any:
@@ -72,6 +97,8 @@ def _unpack(tree: Any, tensors: Any) -> Any:
         return tree
     if _TENSOR in tree:
         return next(tensors)
+    if _BYTES in tree:
+        return next(tensors).numpy().tobytes()
     if _TUPLE in tree:
         return tuple(_unpack(item, tensors) for item in tree[_TUPLE])
     return {_unpack(key, tensors): _unpack(item, tensors) for key, item in tree[_PAIRS]}
@@ -82,7 +109,8 @@ def _kinds(tree: Any) -> list[Any]:
     if isinstance(tree, list):
         return [kind for item in tree for kind in _kinds(item)]
     if isinstance(tree, dict):
-        return [tree[_TENSOR]] if _TENSOR in tree else _kinds(tree.get(_TUPLE, tree.get(_PAIRS)))
+        inner = next(iter(tree.values()))
+        return [inner] if _TENSOR in tree else _kinds(inner)
     return []
 
 

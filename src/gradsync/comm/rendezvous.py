@@ -1,11 +1,14 @@
-"""Where this process stands in the run: read from what torchrun, Open MPI, PMI or Slurm leave in the environment.
+"""This process's rank, world size and rank 0's address (``LaunchInfo``), from the environment that a launcher sets.
 
-Beside the command line, this is the only place that reads ``os.environ``.
+Understands torchrun, Open MPI, PMI and Slurm. Also: addresses and network interfaces of this host. Beside the command
+line, this is the only module that reads ``os.environ``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import ipaddress
 import os
 import re
 import socket
@@ -13,15 +16,24 @@ import struct
 import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from gradsync.comm.choice import TableFile, table_file
+from gradsync.comm.allreduce.table import TableFile, table_file
+from gradsync.comm.tcp.handshake import plain_address
 
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+IPV6_ADDRESSES = Path("/proc/net/if_inet6")  # Linux: those of all interfaces
+# Variables with a process's rank, each with the one for the number of ranks.
+RANK_AND_SIZE = (
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """This process's rank, the world it is in, and where rank 0 can be met."""
+class LaunchInfo:
+    """This process's rank, its world, and where rank 0 can be reached."""
 
     rank: int
     world_size: int
@@ -29,40 +41,71 @@ class Place:
     local_world_size: int = 1
     master_addr: str = ""
     master_port: int = 0
-    source: str  # who said so: "torchrun", "Open MPI", "PMI", "Slurm", or "nothing" for a world of one
+    source: str  # where it comes from: "torchrun", "Open MPI", "PMI", "Slurm", or "nothing" for a world of one
+    attempt: int = 0  # how often the launcher has restarted all workers
 
 
-def find_place(environ: Mapping[str, str] = os.environ) -> Place:
-    """Read this process's place from the environment; a world of one when no launcher has spoken.
+def find_launch_info(environ: Mapping[str, str] = os.environ) -> LaunchInfo:
+    """Read a launcher's variables from the environment; a world of one if there are none.
 
-    >>> from gradsync.comm.rendezvous import find_place
-    >>> find_place({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}).rank
+    >>> from gradsync.comm.rendezvous import find_launch_info
+    >>> environ = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    >>> find_launch_info(environ).rank
     1
-    >>> find_place({}).source
+    >>> find_launch_info({}).source
     'nothing'
     """
-    if "RANK" in environ and "WORLD_SIZE" in environ:
-        return _place(environ, "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", job="")
-    if "OMPI_COMM_WORLD_RANK" in environ:
+    if environ.get("RANK") and environ.get("WORLD_SIZE"):
+        return _launch_info(environ, "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", job="")
+    if environ.get("OMPI_COMM_WORLD_RANK") and environ.get("OMPI_COMM_WORLD_SIZE"):
         job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid", "")
         names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-        return _place(environ, "Open MPI", *(f"OMPI_COMM_WORLD_{name}" for name in names), job=job)
-    # Only a process that srun started has a step: the batch script itself has SLURM_NTASKS too, and is no worker.
+        return _launch_info(environ, "Open MPI", *(f"OMPI_COMM_WORLD_{name}" for name in names), job=job)
+    # Only a process that srun started has a step. The batch script itself has SLURM_NTASKS too, but is not a worker.
     if "SLURM_PROCID" in environ and int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         job = environ.get("SLURM_JOB_ID", "") + "." + environ.get("SLURM_STEP_ID", "")
         names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
-        return _place(environ, "Slurm", *names, job=job)
+        return _launch_info(environ, "Slurm", *names, job=job)
     if "PMI_RANK" in environ and "PMI_SIZE" in environ:
         names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-        return _place(environ, "PMI", *names, job=environ.get("PMI_ID", "") or environ.get("PMI_PORT", ""))
-    return Place(rank=0, world_size=1, source="nothing")
+        return _launch_info(environ, "PMI", *names, job=environ.get("PMI_ID", "") or environ.get("PMI_PORT", ""))
+    _check_alone(environ)
+    return LaunchInfo(rank=0, world_size=1, source="nothing")
 
 
-def said_transport(known: Collection[str], environ: Mapping[str, str] = os.environ) -> str:
+def _check_alone(environ: Mapping[str, str]) -> None:
+    """Refuse an environment that asks for several workers, but does not say which one this process is."""
+    for rank, size in RANK_AND_SIZE:
+        if bool(environ.get(rank)) == bool(environ.get(size)) or environ.get(size, "").strip() == "1":
+            continue
+        there, missing = (rank, size) if environ.get(rank) else (size, rank)
+        raise ValueError(
+            f"{there}={environ[there]} is set, but {missing} is not: expected both, as a launcher sets them, or "
+            f"neither. Without {missing} each process would train alone. Start the script with `gradsync run` or "
+            f"torchrun; or set {missing}, MASTER_ADDR and MASTER_PORT too; or unset {there} to run one process alone."
+        )
+    nodes = environ.get("PET_NNODES") or "1"
+    if nodes.strip().split(":")[-1] != "1":  # "1:4" is from one to four
+        raise ValueError(
+            f"PET_NNODES={nodes} asks for several nodes, but no launcher has started this process: each would train "
+            "alone. Start the script with `gradsync run train.py` or `torchrun train.py`, which read PET_NNODES, "
+            "instead of `python train.py`; or unset PET_NNODES to run one process alone."
+        )
+
+
+def launch_info_of_group(rank: int, world_size: int, environ: Mapping[str, str] = os.environ) -> LaunchInfo:
+    """The launch info of a process whose script has initialised a process group itself."""
+    address = environ.get("MASTER_ADDR", "")
+    return LaunchInfo(
+        rank=rank, world_size=world_size, master_addr=address, source="the script", attempt=_attempt(environ)
+    )
+
+
+def requested_transport(known: Collection[str], environ: Mapping[str, str] = os.environ) -> str:
     """The transport that ``GRADSYNC_TRANSPORT`` asks for, for scripts that leave it open; "auto" when it is not set.
 
-    >>> from gradsync.comm.rendezvous import said_transport
-    >>> said_transport(("auto", "mpi"), {"GRADSYNC_TRANSPORT": "mpi"}), said_transport(("auto", "mpi"), {})
+    >>> from gradsync.comm.rendezvous import requested_transport
+    >>> requested_transport(("auto", "mpi"), {"GRADSYNC_TRANSPORT": "mpi"}), requested_transport(("auto", "mpi"), {})
     ('mpi', 'auto')
     """
     name = environ.get("GRADSYNC_TRANSPORT") or "auto"
@@ -71,15 +114,15 @@ def said_transport(known: Collection[str], environ: Mapping[str, str] = os.envir
     return name
 
 
-def said_table_file() -> TableFile:
-    """Where the measured all-reduce algorithms are kept: see choice.py."""
+def collectives_file() -> TableFile:
+    """The file with the measured all-reduce algorithms: see allreduce/table.py."""
     return table_file(os.environ)
 
 
 def started_by_mpi(environ: Mapping[str, str] = os.environ) -> int | None:
-    """How many ranks were started, as far as the environment says; None when no launcher has spoken.
+    """How many ranks MPI has started, by the environment; None if it does not say.
 
-    Refuses torchrun's: its workers are not MPI's, even where the launcher itself was started by MPI.
+    Raises ValueError for torchrun's workers: they are not MPI's ranks, even where torchrun was started by MPI.
 
     >>> from gradsync.comm.rendezvous import started_by_mpi
     >>> started_by_mpi({"OMPI_COMM_WORLD_SIZE": "4"})
@@ -95,14 +138,15 @@ def started_by_mpi(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def own_addresses() -> list[str]:
-    """The IPv4 addresses of this host under which others may reach it."""
-    found = [interface_address(name) for _, name in socket.if_nameindex()]
-    return [address for address in found if address is not None and not address.startswith("127.")]
+    """The addresses at which other hosts may reach this one, IPv4 first."""
+    found = [address for _, name in socket.if_nameindex() for address in interface_addresses(name)]
+    reachable = [address for address in found if not ipaddress.ip_address(address).is_loopback]
+    return sorted(reachable, key=lambda address: ipaddress.ip_address(address).version)
 
 
-def _place(
+def _launch_info(
     environ: Mapping[str, str], source: str, rank: str, size: str, local_rank: str, local_size: str, *, job: str
-) -> Place:
+) -> LaunchInfo:
     numbers = {}
     for name in (rank, size):
         if not environ.get(name, "").strip().isdigit():
@@ -111,20 +155,37 @@ def _place(
     if not numbers[rank] < numbers[size]:
         raise ValueError(f"{rank} must be below {size}; got {numbers[rank]} and {numbers[size]}.")
     on_this_host = int(re.split(r"\D", environ.get(local_size, "1"))[0] or 1)  # Slurm writes "4(x2)"
+    port = environ.get("MASTER_PORT", "")
+    if numbers[size] > 1 and source == "torchrun" and not (port and environ.get("MASTER_ADDR")):
+        missing = "MASTER_PORT" if environ.get("MASTER_ADDR") else "MASTER_ADDR"
+        raise ValueError(
+            f"{rank} and {size} are set, but {missing} is not: expected all of {rank}, {size}, MASTER_ADDR and "
+            f"MASTER_PORT. Start the script with `gradsync run` or torchrun, or set {missing} on every rank."
+        )
+    if port and not (port.strip().isdigit() and 0 < int(port) < 1 << 16):
+        raise ValueError(f"MASTER_PORT must be a number from 1 to 65535; got {port!r}.")
     master_addr = environ.get("MASTER_ADDR", "")
     if not master_addr and numbers[size] > 1:
         master_addr = _first_host(environ, source, alone_on_host=on_this_host == numbers[size], size=size)
-    port = environ.get("MASTER_PORT", "")
-    return Place(
+    return LaunchInfo(
         rank=numbers[rank],
         world_size=numbers[size],
         local_rank=int(environ.get(local_rank, "0")),
         local_world_size=on_this_host,
         master_addr=master_addr,
-        # Every rank derives the same port from the job's name, so jobs side by side do not meet each other.
+        # Every rank derives the same port from the job's name, so that concurrent jobs use different ports.
         master_port=int(port) if port else 20000 + zlib.crc32(job.encode()) % 12000,
         source=source,
+        attempt=_attempt(environ),
     )
+
+
+def _attempt(environ: Mapping[str, str]) -> int:
+    """How often torchrun (or ``gradsync run``) has restarted all workers."""
+    text = environ.get("TORCHELASTIC_RESTART_COUNT", "0").strip()
+    if not text.isdigit():
+        raise ValueError(f"TORCHELASTIC_RESTART_COUNT must be a whole number, as torchrun sets it; got {text!r}.")
+    return int(text)
 
 
 def _first_host(environ: Mapping[str, str], source: str, *, alone_on_host: bool, size: str) -> str:
@@ -147,9 +208,9 @@ def first_of_nodelist(nodes: str) -> str:
     ('gpu007', 'a1', 'r1n03')
     """
     depth = 0
-    for at, letter in enumerate(nodes):
-        depth += (letter == "[") - (letter == "]")
-        if letter == "," and depth == 0:
+    for at, character in enumerate(nodes):
+        depth += (character == "[") - (character == "]")
+        if character == "," and depth == 0:
             nodes = nodes[:at]
             break
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", nodes)
@@ -163,23 +224,45 @@ def choose_gloo_interface(master_addr: str) -> None:
     """
     if "GLOO_SOCKET_IFNAME" in os.environ or not hasattr(socket, "if_nameindex"):
         return
+    for address in _own_addresses_towards(plain_address(master_addr)):
+        for _, name in socket.if_nameindex():
+            if address in interface_addresses(name):
+                os.environ["GLOO_SOCKET_IFNAME"] = name
+                return
+
+
+def _own_addresses_towards(host: str) -> list[str]:
+    """This host's address on the way to another, for each address that the other has. Sends nothing."""
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((master_addr, 9))  # a datagram socket: this asks for the route and sends nothing
-            address = probe.getsockname()[0]
+        targets = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except OSError:
-        return  # Gloo's own choice then; if it can't connect either, its error names the address
-    for _, name in socket.if_nameindex():
-        if interface_address(name) == address:
-            os.environ["GLOO_SOCKET_IFNAME"] = name
-            return
+        return []  # Gloo's own choice then; if it can't connect either, its error names the address
+    found = []
+    for family, kind, _, _, where in targets:
+        with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+            probe.connect(where)  # a datagram socket: this asks for the route and sends nothing
+            found.append(str(probe.getsockname()[0]))
+    return found
 
 
 def gloo_addresses() -> list[str]:
-    """Where peers may reach this process: at the address that Gloo has; if nobody chose that, at all there are."""
+    """Where peers may reach this process: the address of Gloo's interface; if none was chosen, all addresses."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    address = interface_address(name) if name else None
-    return [*own_addresses(), "127.0.0.1"] if address is None else [address]
+    found = interface_addresses(name) if name else []
+    return found[:1] or [*own_addresses(), "127.0.0.1"]
+
+
+def interface_addresses(name: str) -> list[str]:
+    """The addresses of a network interface, its IPv4 address first; without link-local ones."""
+    ipv4 = interface_address(name)
+    found = [] if ipv4 is None else [ipv4]
+    if IPV6_ADDRESSES.exists():
+        for line in IPV6_ADDRESSES.read_text().splitlines():
+            digits, _, _, _, _, interface = line.split()
+            address = ipaddress.IPv6Address(int(digits, 16))
+            if interface == name and not address.is_link_local:
+                found.append(str(address))
+    return found
 
 
 def interface_address(name: str) -> str | None:

@@ -1,13 +1,16 @@
-"""In a worker: a line for every step of an unchanged script, with its loss; and the end of the script when told so.
+"""Runs in each worker: writes a line for every step of an unchanged script, with its loss, and ends it at its limit.
 
-[Note: whose loss] A script's loss is the scalar that it calls ``backward()`` on: autograd's own root. So
-``torch.autograd.backward`` is watched, which every ``loss.backward()`` comes through. Of several backwards in one step
-(accumulation) the mean counts; what a ``GradScaler`` has multiplied is divided again. A loss that the script divides
-itself, or a sum instead of a mean, is shown as it is: curves of one script still compare.
+[Note: which loss] A script's loss is the scalar that it calls ``backward()`` on: autograd's own root. So
+``torch.autograd.backward`` is wrapped, which every ``loss.backward()`` calls. Of several backwards in one step
+(accumulation) the mean counts; the scale of a ``GradScaler`` is divided out. A loss that the script divides itself, or
+a sum instead of a mean, is written as it is: curves of one script are still comparable.
 
 [Note: the same last step] All ranks must stop after the same step, or those that go on would wait for those that have
-left. Steps are counted, so for a number of steps there is nothing to agree on. For a number of seconds, rank 0 looks at
-the clock, and at the counts of all ranks in a small shared file, and names a step that nobody has reached yet.
+left. A limit in steps needs no agreement, since all ranks count steps. For a limit in seconds, rank 0 reads its clock,
+and the step counts of all ranks from a small shared file, and sets a last step that no rank has reached yet.
+
+[Note: which bytes] On a lab's link each worker is a host: the kernel counts what its interface has sent, with all
+headers. Elsewhere bytes are those that the strategy counts. All runs of one comparison are counted the same way.
 """
 
 from __future__ import annotations
@@ -25,20 +28,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradsync.observers import observe
+from gradsync.engine.observers import observe
+from gradsync.strategies.onebit_adam import OneBitAdam
+from gradsync.strategies.periodic.base import Periodic
+from gradsync.strategies.periodic.local_sgd import LocalSGD
 
 if TYPE_CHECKING:
-    from gradsync.engine import Engine
+    from gradsync.engine.engine import Engine
     from gradsync.synchronize import Synchronizer
 
 FOLDER, STEPS, SECONDS = "GRADSYNC_CURVE_DIR", "GRADSYNC_CURVE_STEPS", "GRADSYNC_CURVE_SECONDS"
-AHEAD = 4  # steps: the last one is named so far ahead of the rank that has done the most
+INTERFACE = "GRADSYNC_CURVE_INTERFACE"  # the interface whose bytes are counted: only this worker uses it
+AHEAD = 4  # steps by which the last step is set ahead of the rank that has done the most
 NEVER = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """When a run ends: after so many steps, or so many seconds from the end of its first; whichever comes first."""
+    """When a run ends: after a number of steps, or of seconds from the end of its first step; whichever comes first."""
 
     steps: int | None = None
     seconds: float | None = None
@@ -50,57 +57,59 @@ class Limits:
             raise ValueError(f"expected more than 0 seconds; got {self.seconds}.")
 
     def as_environment(self) -> dict[str, str]:
-        """For the workers."""
-        said = {STEPS: self.steps, SECONDS: self.seconds}
-        return {name: str(value) for name, value in said.items() if value is not None}
+        """The environment variables that pass the limits to the workers."""
+        values = {STEPS: self.steps, SECONDS: self.seconds}
+        return {name: str(value) for name, value in values.items() if value is not None}
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Limits:
-        """What the launcher said."""
+        """The limits that the launcher has set in the environment."""
         steps, seconds = environ.get(STEPS), environ.get(SECONDS)
         return cls(steps=int(steps) if steps else None, seconds=float(seconds) if seconds else None)
 
 
-class EnoughSteps(SystemExit):
-    """The run has its steps or seconds: the script ends here, in order."""
+class LimitReached(SystemExit):
+    """Raised when a run reaches its limit of steps or seconds: the script ends, with exit code 0."""
 
     def __init__(self) -> None:
         super().__init__(0)
 
 
 class CurveWriter:
-    """Writes ``rank-<r>.jsonl`` to a folder: a line a step of the first synchronizer of this process.
+    """Writes ``rank-<r>.jsonl`` to a folder: one line for each step of the first synchronizer of this process.
 
-    Installed once in a worker, before the script runs; ``remove()`` takes it out again, for tests.
+    Installed once in a worker, before the script runs; ``remove()`` uninstalls it, for tests.
     """
 
-    def __init__(self, folder: Path, limits: Limits) -> None:
+    def __init__(self, folder: Path, limits: Limits, *, interface: str | None = None) -> None:
         self._folder = folder
+        self._counter = None if interface is None else Path(f"/sys/class/net/{interface}/statistics/tx_bytes")
         self._limits = limits
         self._losses: list[Tensor] = []
         self._sync: Synchronizer | None = None
-        self._undo: list[Callable[[], None]] = [observe(self._watch), self._watch_backward()]
+        self._undo: list[Callable[[], None]] = [observe(self._on_synchronize), self._patch_backward()]
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> CurveWriter | None:
-        """The writer that the launcher has asked for, if it has."""
+        """The writer that the launcher has asked for in the environment, if it has."""
         folder = environ.get(FOLDER)
-        return None if folder is None else cls(Path(folder), Limits.from_environment(environ))
+        limits = Limits.from_environment(environ)
+        return None if folder is None else cls(Path(folder), limits, interface=environ.get(INTERFACE))
 
     def remove(self) -> None:
-        """Let go of torch and of the script."""
+        """Undo every patch and hook."""
         while self._undo:
             self._undo.pop()()
         if self._sync is not None:
             self._file.close()
 
-    def _watch_backward(self) -> Callable[[], None]:
+    def _patch_backward(self) -> Callable[[], None]:
         plain = torch.autograd.backward
 
         @functools.wraps(plain)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            if roots and isinstance(roots[0], Tensor) and roots[0].numel() == 1:  # [Note: whose loss]
+            if roots and isinstance(roots[0], Tensor) and roots[0].numel() == 1:  # [Note: which loss]
                 self._losses.append(roots[0].detach())
             return plain(tensors, *args, **kwargs)
 
@@ -111,8 +120,8 @@ class CurveWriter:
 
         return undo
 
-    def _watch(self, sync: Synchronizer) -> None:
-        if self._sync is not None:  # a script's second model (a GAN's) is not what it is compared by
+    def _on_synchronize(self, sync: Synchronizer) -> None:
+        if self._sync is not None:  # a script's second model (a GAN's) is not compared
             return
         self._sync = sync
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -120,33 +129,41 @@ class CurveWriter:
         self._counts = _shared_counts(self._folder / "counts", sync.world_size)
         engine = sync._engine
         self._done, self._at, self._sent, self._start_s = 0, engine.step, 0.0, time.monotonic()
+        self._sent_before = self._count()
         self._undo.append(
             engine.training.optimizer.register_step_post_hook(lambda *_: self._on_step(sync, engine)).remove
         )
         self._losses.clear()
-        self._say({"rank": sync.rank, "world_size": sync.world_size, "strategy": sync.stats()["strategy"]})
+        self._write_line({"rank": sync.rank, "world_size": sync.world_size, "strategy": sync.stats()["strategy"]})
 
     def _on_step(self, sync: Synchronizer, engine: Engine) -> None:
         if engine.step == self._at:  # within an accumulation: nothing was synchronized, nothing is applied
             return
         self._at = engine.step
-        if not self._done:  # kernels are compiled and buckets laid out in the first step: the clock starts after it
+        if not self._done:  # kernels are compiled and buckets planned in the first step: the clock starts after it
             self._start_s = time.monotonic()
         self._done += 1
-        self._sent += engine.strategy.bytes_per_step()
+        if self._counter is None:  # [Note: which bytes]
+            self._sent += engine.strategy.bytes_per_step()
+        else:
+            self._sent = self._count() - self._sent_before
         losses = [float(loss) / engine.training.loss_scale for loss in self._losses]
         self._losses.clear()
-        self._say(
+        self._write_line(
             {
                 "step": self._done,
                 "seconds": time.monotonic() - self._start_s,
                 "bytes": self._sent,
                 "loss": sum(losses) / len(losses) if losses else None,
+                "not_yet": _not_yet(engine.strategy, self._done),
             }
         )
         if self._done >= self._last_step(sync):
             self._file.close()
-            raise EnoughSteps
+            raise LimitReached
+
+    def _count(self) -> float:
+        return 0.0 if self._counter is None else float(self._counter.read_text())
 
     def _last_step(self, sync: Synchronizer) -> int:
         """The step after which all ranks stop, as far as it is known. See [Note: the same last step]."""
@@ -157,13 +174,24 @@ class CurveWriter:
             counts[0] = counts[1:].max() + AHEAD
         return int(min(counts[0], NEVER if self._limits.steps is None else self._limits.steps))
 
-    def _say(self, line: dict[str, Any]) -> None:
+    def _write_line(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")
 
 
+def _not_yet(strategy: Any, done: int) -> str:
+    """Why a strategy has not done what distinguishes it after ``done`` steps, such as a warm-up; empty once it has."""
+    if isinstance(strategy, OneBitAdam) and done <= strategy.warmup_steps:
+        return f"still in its warm-up of {strategy.warmup_steps} steps, which are exact"
+    if isinstance(strategy, LocalSGD) and strategy.in_exact_phase:
+        return "still in its exact steps"
+    if isinstance(strategy, Periodic) and done < strategy.every_now():
+        return f"no exchange yet, as every={strategy.every_now()}"
+    return ""
+
+
 def _shared_counts(path: Path, world_size: int) -> Any:
-    """The step to stop after, and how many each rank has done: one small file that all ranks map."""
-    with path.open("ab+") as file:  # whoever comes first makes it; none may empty it
+    """The last step, and the number of steps that each rank has done: one small file that all ranks map."""
+    with path.open("ab+") as file:  # the first rank writes it; opening must not truncate it
         if file.seek(0, os.SEEK_END) == 0:
             file.write(np.array([NEVER, *[0] * world_size], np.int64).tobytes())
     return np.memmap(path, np.int64, "r+", shape=(1 + world_size,))

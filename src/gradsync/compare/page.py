@@ -1,4 +1,4 @@
-"""The report of a comparison: one HTML file that asks nobody for anything, with its figures inside."""
+"""The report of a comparison: one HTML file that contains its figures and loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ REACHED = (  # see [Note: reached] in summary.py
     "A loss counts as reached in the first tenth of a run's length in which the averaged loss is as low at more than "
     "half of the steps, at the first of these: one lucky batch does not decide it."
 )
-MOST_POINTS = 600  # of a curve that are drawn: more than there are pixels for
+SENT = {  # by whether bytes were counted at a link
+    True: "Bytes are those that a worker sends, averaged over the workers, counted at its link: headers included.",
+    False: "Bytes are those that a worker sends, averaged over the workers, as the strategies count them.",
+}
+MAX_POINTS = 600  # drawn of a curve: a screen shows no more
 
 
 def render(figures: Mapping[str, Any]) -> str:
-    """The page for what ``gradsync compare`` writes as JSON.
+    """Render the page from the figures that ``gradsync compare`` also writes as JSON.
 
     >>> from gradsync.compare.page import render
-    >>> page = render({"title": "train.py", "target_loss": None, "runs": [], "curves": {}})
+    >>> page = render({"title": "train.py", "target_loss": None, "runs": [], "curves": {}, "sent": ""})
     >>> page.startswith("<!doctype html>"), "src=" in page
     (True, False)
     """
@@ -34,6 +38,7 @@ def render(figures: Mapping[str, Any]) -> str:
         "{{rows}}": "\n".join(_row(run, figures["runs"]) for run in figures["runs"]),
         "{{target}}": "" if figures["target_loss"] is None else f"{figures['target_loss']:.4g}",
         "{{reached}}": REACHED,
+        "{{sent}}": figures["sent"],
         "{{data}}": inside_script({"curves": data, "target": figures["target_loss"]}),
     }
     for place, text in parts.items():
@@ -48,36 +53,46 @@ def _style() -> str:
 
 
 def headline(runs: Sequence[Mapping[str, Any]], target: float | None) -> str:
-    """One sentence: who is first at the same loss, or whose step is shortest."""
+    """A sentence or two: which strategy reaches the common loss first, or has the shortest step, and its convergence.
+
+    A strategy that did not do what distinguishes it (``not_yet``) is not judged: it neither wins nor is compared with.
+    """
     good = [run for run in runs if not run["failure"]]
     if len(good) < 2:
         return "There is nothing to compare: fewer than two runs came to their end."
-    timed = [run for run in good if run["seconds_to_loss"] is not None]
-    if target is not None and len(timed) == len(good):
-        first, base = min(timed, key=lambda run: run["seconds_to_loss"]), good[0]
-        if first is base:
-            return f"{base['strategy']} is the first at a loss of {target:.4g}: nothing else here gets there sooner."
-        ratio = base["seconds_to_loss"] / first["seconds_to_loss"]
-        return f"To a loss of {target:.4g}, {first['strategy']} is {ratio:.2f} times as fast as {base['strategy']}."
-    first, base = min(good, key=lambda run: run["median_step_s"]), good[0]
-    ratio = base["median_step_s"] / first["median_step_s"]
-    return f"{first['strategy']} has the shortest step: {ratio:.2f} times as fast as {base['strategy']}."
+    seen = [run for run in good if not run["not_yet"]]
+    not_judged = "".join(f" {run['strategy']} is not judged: {run['not_yet']}." for run in good if run["not_yet"])
+    if len(seen) < 2:
+        return "There is nothing to compare: fewer than two runs can be judged." + not_judged
+    timed = [run for run in seen if run["seconds_to_loss"] is not None]
+    by = "seconds_to_loss" if target is not None and len(timed) == len(seen) else "median_step_s"
+    first, base = min(seen, key=lambda run: run[by]), seen[0]
+    ratio = base[by] / first[by] if first[by] else 1.0
+    if by == "seconds_to_loss":
+        text = f"To a loss of {target:.4g}, {first['strategy']} is {ratio:.2f} times as fast as {base['strategy']}"
+        base_wins = f"{base['strategy']} is the first at a loss of {target:.4g}: nothing else here gets there sooner"
+    else:
+        text = f"{first['strategy']} has the shortest step: {ratio:.2f} times as fast as {base['strategy']}"
+        base_wins = f"{base['strategy']} has the shortest step"
+    convergence = f" ({first['convergence']})" if first["convergence"] else ""
+    return (base_wins if first is base else text) + convergence + "." + not_judged
 
 
 def _row(run: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> str:
     name = f"<th scope=row>{html.escape(run['strategy'])}</th>"
     if run["failure"]:
-        return f"<tr>{name}<td colspan=6 class=failed>failed: {html.escape(run['failure'].splitlines()[0])}</td></tr>"
-    sent = run["wire_bytes_per_step"] if run["wire_bytes_per_step"] is not None else run["bytes_per_step"]
-    best = min((each["seconds_to_loss"] for each in runs if each.get("seconds_to_loss")), default=None)
-    mark = " class=best" if best is not None and run["seconds_to_loss"] == best else ""
+        return f"<tr>{name}<td colspan=7 class=failed>failed: {html.escape(run['failure'].splitlines()[0])}</td></tr>"
+    seen = [each["seconds_to_loss"] for each in runs if each.get("seconds_to_loss") and not each["not_yet"]]
+    best = min(seen, default=None)
+    mark = " class=best" if best is not None and run["seconds_to_loss"] == best and not run["not_yet"] else ""
     cells = [
         f"<td>{run['steps']}</td>",
         f"<td>{_figure(run['median_step_s'], 1e3)}</td>",
-        f"<td>{_figure(sent, 1e-6)}</td>",
+        f"<td>{_figure(run['bytes_per_step'], 1e-6)}</td>",
         f"<td>{_figure(run['final_loss'], 1.0, 4)}</td>",
         f"<td{mark}>{_figure(run['seconds_to_loss'], 1.0)}</td>",
         f"<td>{_figure(run['bytes_to_loss'], 1e-6)}</td>",
+        f"<td class=word>{html.escape(run['convergence'])}</td>",
     ]
     return f"<tr>{name}{''.join(cells)}</tr>"
 
@@ -90,8 +105,8 @@ def _figure(value: float | None, unit: float, digits: int = 3) -> str:
 
 
 def _thinned(curve: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """As many points as can be seen, the last one always; a loss that is no number is none: JSON has no NaN."""
-    steps = max(1, -(-len(curve["steps"]) // MOST_POINTS))
+    """At most MAX_POINTS points, always with the last one. A NaN or infinite loss becomes None: JSON has no NaN."""
+    steps = max(1, -(-len(curve["steps"]) // MAX_POINTS))
     thin = {name: [*curve[name][:-1:steps], *curve[name][-1:]] for name in ("steps", "seconds", "bytes")}
     for name in ("loss", "smoothed"):
         chosen = [*curve[name][:-1:steps], *curve[name][-1:]]

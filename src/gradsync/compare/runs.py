@@ -1,43 +1,48 @@
-"""Starting a script under one strategy after the other, on this machine or on a lab's link."""
+"""Running a script under a strategy, on this machine or on the emulated links of a network lab."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
-import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gradsync.compare.curve import FOLDER, Limits
+from gradsync.compare.curve import FOLDER, INTERFACE, Limits
 from gradsync.compare.summary import Curve, load_curve
-from gradsync.lab import MASTER_PORT, Lab, LabError, run_together
+from gradsync.testing import Lab, LabError, run_commands
+from gradsync.testing.network import INTERFACE as LINK
+from gradsync.testing.network import MASTER_PORT
 
-LOOK_S = 0.2  # how often progress is looked at
+LOOK_S = 0.2  # how often progress is polled
 SHOWN_LINES = 12  # of a failed run's log
+SHUTDOWN_S = 5  # for a worker that is asked to end; shorter than the time that a launcher has itself
+OWNER = "GRADSYNC_OWNER_PID"  # a launcher ends when the process of this id does
 
 
 class RunFailed(RuntimeError):
-    """A run did not come to its end; says what it printed last."""
+    """A run failed; the message holds the beginning of its log."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What is run: the same for every strategy.
+class ComparisonPlan:
+    """The settings that are the same for every strategy of a comparison.
 
-    ``link``: each worker is a host of its own, on links of this rate; None: all are on this machine.
+    ``link``: each worker is a host of its own, on links of this rate; None: all run on this machine.
     """
 
-    script: Sequence[str]  # its file and arguments, or "-m", the module and arguments
+    script: Sequence[str]  # the file and its arguments, or "-m", the module and its arguments
     workers: int
     limits: Limits
     link: str | None = None
     timeout_s: float = 3600.0
 
     def commands(self, strategy: str) -> list[list[str]]:
-        """A launcher for each host."""
+        """The command line of the launcher on each host."""
         start = [sys.executable, "-m", "gradsync.cli.main", "run", "--sync", strategy]
+        start.append(f"--shutdown-timeout={SHUTDOWN_S}")
         if self.link is None:
             return [[*start, "-n", str(self.workers), *self.script]]
         return [
@@ -51,44 +56,43 @@ class Plan:
 
 
 def run_one(
-    plan: Plan, strategy: str, folder: Path, *, lab: Lab | None = None, on_progress: Callable[[int], None] | None = None
-) -> tuple[Curve, float | None]:
-    """Run the script under one strategy; returns its curve and the bytes that host 0's link carried. Blocks.
+    plan: ComparisonPlan,
+    strategy: str,
+    folder: Path,
+    *,
+    lab: Lab | None = None,
+    on_progress: Callable[[int], None] | None = None,
+) -> Curve:
+    """Run the script under one strategy; returns its curve. Blocks.
 
-    ``on_progress`` is told now and then how many steps rank 0 has done. Raises :class:`RunFailed`.
+    ``on_progress`` is called every LOOK_S seconds with the number of steps that rank 0 has done; an exception that it
+    raises ends the run. Raises :class:`RunFailed`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     commands = plan.commands(strategy)
     logs = [folder / f"log-{host}.txt" for host in range(len(commands))]
-    env = {FOLDER: str(folder), **plan.limits.as_environment()}
-    before = lab.bytes_sent(0) if lab is not None else 0
-    failure: list[BaseException] = []
+    env = {FOLDER: str(folder), OWNER: str(os.getpid()), **plan.limits.as_environment()}
+    looked_s = 0.0
 
-    def go() -> None:
-        try:
-            if lab is None:
-                run_together(commands, envs=[env] * len(commands), timeout_s=plan.timeout_s, logs=logs)
-            else:
-                cores = max(1, len(os.sched_getaffinity(0)) // plan.workers)  # its hosts share this machine's
-                lab.run(commands, timeout_s=plan.timeout_s, env={"OMP_NUM_THREADS": str(cores), **env}, logs=logs)
-        except BaseException as error:
-            failure.append(error)
-
-    thread = threading.Thread(target=go, name="gradsync-compare")
-    thread.start()
-    while thread.is_alive():
-        thread.join(LOOK_S)
-        if on_progress is not None:
+    def look() -> None:
+        nonlocal looked_s
+        if on_progress is not None and time.monotonic() - looked_s > LOOK_S:
+            looked_s = time.monotonic()
             on_progress(_steps_of(folder / "rank-0.jsonl"))
-    if failure:
-        if not isinstance(failure[0], LabError):
-            raise failure[0]
-        raise RunFailed(_tail(logs) or str(failure[0]))
+
     try:
-        curve = load_curve(folder)
+        if lab is None:
+            run_commands(commands, envs=[env] * len(commands), timeout_s=plan.timeout_s, logs=logs, on_wait=look)
+        else:
+            cores = max(1, len(os.sched_getaffinity(0)) // plan.workers)  # the lab's hosts share this machine's cores
+            env = {"OMP_NUM_THREADS": str(cores), INTERFACE: LINK, **env}
+            lab.run(commands, timeout_s=plan.timeout_s, env=env, logs=logs, on_wait=look)
+    except LabError as error:
+        raise RunFailed(_tail(logs) or str(error)) from error
+    try:
+        return load_curve(folder)
     except ValueError as error:
         raise RunFailed(f"{error}\n{_tail(logs)}".strip()) from error
-    return curve, None if lab is None else float(lab.bytes_sent(0) - before)
 
 
 def _steps_of(path: Path) -> int:

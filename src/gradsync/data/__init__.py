@@ -1,4 +1,4 @@
-"""Each worker its own part of every epoch, with weights and ``join`` that follow from it by themselves."""
+"""Sharded data: each rank gets its own part of every epoch. Weights and ``join`` are set automatically."""
 
 from gradsync.data.loader import ShardedLoader
 from gradsync.data.shard import shard

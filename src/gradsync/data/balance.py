@@ -3,13 +3,13 @@
 Which samples a step takes does not change, nor their order: only where the step is cut. The synchronizers weigh each
 part by its samples, so the gradient is that of the joined batch at any shares.
 
-[Note: when shares change] Every rank must cut a step at the same places, and a DataLoader with workers cuts steps
-ahead. So shares change at step numbers that all ranks know: the speeds go round as step a is asked for, and hold from
-step a + lag on, where the lag is one more than any rank's loader can cut ahead. Whoever cuts that step waits for them,
-but they have been on their way for a whole step by then.
+[Note: when shares change] Every rank must split a step at the same places, and a DataLoader with workers splits steps
+ahead. So shares change at step numbers that all ranks know: the ranks exchange their speeds when step a is asked for,
+and the new shares hold from step a + lag on, where the lag is one more than any rank's loader can split ahead. A loader
+that splits that step waits for the exchange, which has had a whole step's time by then.
 
 [Note: busy] A rank's speed is samples over the time that it was busy: from asking for one batch to asking for the next,
-without what the synchronizers have told the feed that they waited for others. A fast rank's wait is not its work.
+without the time for which the synchronizers waited for other ranks. A fast rank's wait is not its work.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from typing import Any
 import torch
 
 from gradsync.comm.base import Communicator, Work
-from gradsync.data.order import Cut, parts_by_speed
+from gradsync.data.order import BatchSplit, split_by_speed
 from gradsync.errors import OutOfStep
+from gradsync.replicas.batch_context import batch_source
 
 log = logging.getLogger("gradsync")
 
 NUM_MEASURED = 8  # steps between two changes whose median is a speed: fewer => follows sooner, and noise too
 SMOOTHING = 0.5  # of the last measured speed in the new one: higher => follows sooner, and noise too
-WORTHWHILE = 1.05  # how much longer a step must take than it need, before the shares change
+WORTHWHILE = 1.05  # shares change if a step takes at least this many times as long as it need
 
 
 class Balance:
@@ -41,10 +42,10 @@ class Balance:
     theirs together.
     """
 
-    def __init__(self, cut: Cut, comm: Communicator, *, num_ahead: int) -> None:
+    def __init__(self, cut: BatchSplit, comm: Communicator, *, num_ahead: int) -> None:
         self._cut = cut
-        self._feed = comm.feed
-        self._comm = comm.clone()  # its collectives run beside a backward's
+        self._source = batch_source(comm)
+        self._comm = comm.unchecked().clone()  # its collectives run beside a backward's
         furthest = torch.tensor([num_ahead])
         self._comm.all_reduce(furthest, op="max").wait()
         self._lag = int(furthest.item()) + 1
@@ -57,32 +58,32 @@ class Balance:
         self._later = shares  # from then on
         self._changes_at = 0
         self._speeds: tuple[float, ...] | None = None  # of all ranks, smoothed
-        self._meeting: _Meeting | None = None
-        self._met_at = 0
-        self._num_own = 0  # samples that this rank has in hand, and since when it is busy with them
+        self._exchange: _SpeedExchange | None = None
+        self._exchanged_at = 0
+        self._num_own = 0  # samples in this rank's current batch, and since when it is busy with them
         self._since_s = self._waited_s = 0.0
-        self._seconds: list[float] = []  # a sample took, in the steps since the last change
+        self._seconds: list[float] = []  # per sample, in the steps since the last change
 
     # -- the loader's side ----------------------------------------------------------------------------------------
 
     def ask(self) -> None:
         """Note that the next step is asked for: this rank is done with the one before. Must not block."""
-        if self._feed.wait_unseen_on:
+        if self._source.wait_unseen_on:
             raise ValueError(
-                "balance=True tells a rank's work from its waiting by the host's clock, but the model is on "
-                f"{self._feed.wait_unseen_on!r}, where the host does not wait. Leave balance out there."
+                "balance=True measures work and waiting by the host's clock, but the model is on "
+                f"{self._source.wait_unseen_on!r}, where the host does not wait. Leave balance out there."
             )
         now_s = time.perf_counter()
         if self._num_own and self.next_step > self._changes_at:
-            busy_s = now_s - self._since_s - (self._feed.waited_s - self._waited_s)
+            busy_s = now_s - self._since_s - (self._source.waited_s - self._waited_s)
             self._seconds.append(max(busy_s, 0.0) / self._num_own)
         self._num_own = 0
-        self._since_s, self._waited_s = now_s, self._feed.waited_s
-        if self.next_step % self._period == 0 and self.next_step > self._met_at:
-            assert self._meeting is None, "its step has been cut since"
-            self._met_at = self.next_step
+        self._since_s, self._waited_s = now_s, self._source.waited_s
+        if self.next_step % self._period == 0 and self.next_step > self._exchanged_at:
+            assert self._exchange is None, "its step has been cut since"
+            self._exchanged_at = self.next_step
             mine = statistics.median(self._seconds) if self._seconds else math.nan
-            self._meeting = _Meeting(self._comm, self.next_step, mine)
+            self._exchange = _SpeedExchange(self._comm, self.next_step, mine)
 
     def hand_out(self, num_own: int) -> None:
         """Note that the step asked for is handed out, with ``num_own`` samples for this rank."""
@@ -90,40 +91,40 @@ class Balance:
         self.next_step += 1
 
     def leave(self) -> None:
-        """Note that a loop has ended: what follows has nothing to do with the batch last handed out."""
+        """Note that a loop has ended: the time that follows does not belong to the batch last handed out."""
         self._num_own = 0
 
     def own(self, step: int, num_in_step: int) -> slice:
         """This rank's part of step number ``step``. May block: see [Note: when shares change]."""
-        parts = parts_by_speed(num_in_step, self._at(step))
+        parts = split_by_speed(num_in_step, self._at(step))
         start = sum(parts[: self._cut.rank])
         return slice(start, start + parts[self._cut.rank])
 
     def parts(self) -> tuple[int, ...]:
         """The samples that each rank has in a whole step now."""
-        return parts_by_speed(self._cut.global_batch_size, self._at(self.next_step))
+        return split_by_speed(self._cut.global_batch_size, self._at(self.next_step))
 
     def state_dict(self) -> dict[str, Any]:
         return {"shares": list(self._at(self.next_step))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over saved shares; those of another number of ranks say nothing here, so all begin alike."""
+        """Take over saved shares; with another number of ranks all begin with equal shares."""
         shares = tuple(float(share) for share in state.get("shares", ()))
         if not all(math.isfinite(share) and share > 0 for share in shares):
             raise ValueError(f"the loader's state must have shares above 0; got {list(shares)}.")
-        if self._meeting is not None:
-            self._meeting.speeds()  # every rank has come to it: nobody may be left waiting there
+        if self._exchange is not None:
+            self._exchange.speeds()  # every rank must take part in it, so that none is left waiting
         self._begin(shares if len(shares) == self._cut.world_size else _even(self._cut.world_size))
 
     # -- agreeing -------------------------------------------------------------------------------------------------
 
     def _at(self, step: int) -> tuple[float, ...]:
         """The shares at a step that is not handed out yet."""
-        if self._meeting is not None and step >= self._meeting.step + self._lag:
-            meeting, self._meeting = self._meeting, None
-            with self._feed.waiting():
-                speeds = meeting.speeds()
-            self._shares, self._changes_at = self._later, meeting.step + self._lag
+        if self._exchange is not None and step >= self._exchange.step + self._lag:
+            exchange, self._exchange = self._exchange, None
+            with self._source.waiting():
+                speeds = exchange.speeds()
+            self._shares, self._changes_at = self._later, exchange.step + self._lag
             self._seconds.clear()
             if speeds is not None:
                 self._follow(speeds)
@@ -137,20 +138,20 @@ class Balance:
         )
         total = sum(self._speeds)
         shares = tuple(speed / total for speed in self._speeds)
-        now, better = (parts_by_speed(self._cut.global_batch_size, each) for each in (self._later, shares))
-        if self._lasts(now) >= WORTHWHILE * self._lasts(better):
+        now, better = (split_by_speed(self._cut.global_batch_size, each) for each in (self._later, shares))
+        if self._step_seconds(now) >= WORTHWHILE * self._step_seconds(better):
             self._later = shares
             if self._cut.rank == 0:
                 log.info("balance: from step %d on the ranks have %s samples each", self._changes_at, list(better))
 
-    def _lasts(self, parts: Sequence[int]) -> float:
+    def _step_seconds(self, parts: Sequence[int]) -> float:
         """The seconds that a step of these parts takes."""
         assert self._speeds is not None
         return max(num / speed for num, speed in zip(parts, self._speeds, strict=True))
 
 
-class _Meeting:
-    """The ranks' speeds on their way round."""
+class _SpeedExchange:
+    """One all-gather of the ranks' speeds."""
 
     def __init__(self, comm: Communicator, step: int, seconds_per_sample: float) -> None:
         self.step = step
@@ -159,7 +160,7 @@ class _Meeting:
         self._work: Work = comm.all_gather(self._mine, out=self._all)
 
     def speeds(self) -> tuple[float, ...] | None:
-        """The samples a second of every rank; None if one could not tell. Blocks until all have come."""
+        """The samples a second of every rank; None if a rank has no measurement. Blocks until all have sent theirs."""
         self._work.wait()
         steps, seconds = self._all[:, 0].tolist(), self._all[:, 1].tolist()
         for rank, step in enumerate(steps):

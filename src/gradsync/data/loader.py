@@ -1,4 +1,7 @@
-"""``ShardedLoader``: hands out one rank's batches, knows its position to the sample, and tells the synchronizers."""
+"""``ShardedLoader``: hands out one rank's batches, keeps its position to the sample, and sets the current batch.
+
+The batch, its number and its weight go to the worker's ``BatchSource``, from which the engines read them.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from gradsync.comm.base import Communicator
-from gradsync.data.order import Cut, Order, Shares, check_same
-from gradsync.data.stream import PartOfStream
+from gradsync.data.order import BatchSplit, IndexTensor, Indices, Order, Shares, check_same, steps_of
+from gradsync.data.stream import LocalStream
+from gradsync.replicas.batch_context import BatchNumber, batch_source
 
 STATE_VERSION = 1
 
 
-class Handout(NamedTuple):
+class StepBatch(NamedTuple):
     """One step of this rank."""
 
     batch: Any
@@ -26,7 +30,12 @@ class Handout(NamedTuple):
 class Source(Protocol):
     """Where a rank's steps come from."""
 
-    def steps(self, epoch: int, position: int, *, resumed: bool) -> Iterator[Handout]:
+    @property
+    def dataset(self) -> Any:
+        """The whole data."""
+        ...
+
+    def steps(self, epoch: int, position: int, *, resumed: bool) -> Iterator[StepBatch]:
         """The steps of this rank from a position of an epoch on."""
         ...
 
@@ -44,7 +53,7 @@ class ShardedLoader:
 
     ``len(loader)`` is the number of steps of a whole epoch, the same on every rank and also after a resume, so that a
     learning-rate schedule can be made from it. (If the last step has fewer samples than there are ranks, some ranks end
-    one batch earlier and keep the others company until they are done.)
+    one batch earlier and take part without data until the others are done.)
 
     Each ``for`` loop is an epoch, with an order of its own. A loop left early has ended its epoch: the next begins
     another. Only one iterator runs at a time: an older one raises when a newer has been started.
@@ -64,7 +73,7 @@ class ShardedLoader:
         self._epoch = 0
         self._position = 0
         self._begun = False  # a batch of this epoch has been handed out since it was started or resumed
-        self._running = object()  # stands for the iterator that runs: the loader must not keep a left one alive
+        self._running = object()  # identifies the current iterator without keeping it alive
 
     @property
     def epoch(self) -> int:
@@ -87,7 +96,7 @@ class ShardedLoader:
         return self._shares.parts()
 
     def set_epoch(self, epoch: int) -> None:
-        """Have the next loop run epoch ``epoch``; only needed to go elsewhere than on to the next.
+        """Have the next loop run epoch ``epoch``; only needed for another epoch than the next.
 
         Safe in scripts written for DistributedSampler: right after a resume, ``set_epoch`` of the resumed epoch keeps
         the position.
@@ -102,6 +111,23 @@ class ShardedLoader:
             raise ValueError(f"epoch must be 0 or more; got {epoch=}.")
         if epoch != self._epoch or self._begun:
             self._go_to(epoch, 0)
+
+    @property
+    def sampler(self) -> EpochSetter:
+        """What scripts for DDP call: ``loader.sampler.set_epoch(epoch)`` is ``loader.set_epoch(epoch)``.
+
+        >>> import gradsync
+        >>> loader = gradsync.shard(range(10), batch_size=5)
+        >>> loader.sampler.set_epoch(7)
+        >>> loader.epoch
+        7
+        """
+        return EpochSetter(self)
+
+    @property
+    def dataset(self) -> Any:
+        """The whole data, not this rank's part: as a DataLoader's, for ``len(loader.dataset)``."""
+        return self._source.dataset
 
     def state_dict(self) -> dict[str, Any]:
         """The position to the sample, counting what has been handed out and not what workers have prefetched.
@@ -160,15 +186,15 @@ class ShardedLoader:
         self._begun = False
         self._running = object()
 
-    # -- what the iterator tells ----------------------------------------------------------------------------------
+    # -- called by the iterator ----------------------------------------------------------------------------------
 
-    def _steps(self) -> Iterator[Handout]:
+    def _steps(self) -> Iterator[StepBatch]:
         return self._source.steps(self._epoch, self._position, resumed=self._position > 0)
 
     def _is_running(self, token: object) -> bool:
         return self._running is token
 
-    def _next(self, steps: Iterator[Handout]) -> Handout | None:
+    def _next(self, steps: Iterator[StepBatch]) -> StepBatch | None:
         self._shares.ask()
         step = next(steps, None)
         if step is not None:
@@ -183,6 +209,17 @@ class ShardedLoader:
         self._go_to(self._epoch + 1, 0)
 
 
+class EpochSetter:
+    """The ``sampler`` of a :class:`ShardedLoader`: it draws nothing itself, and only passes the epoch on."""
+
+    def __init__(self, loader: ShardedLoader) -> None:
+        self._loader = loader
+
+    def set_epoch(self, epoch: int) -> None:
+        """Have the loader's next loop run epoch ``epoch``."""
+        self._loader.set_epoch(epoch)
+
+
 class _EpochIterator:
     """One epoch's loop: hands out batches, each with its weight, and joins the others at the end."""
 
@@ -191,7 +228,7 @@ class _EpochIterator:
         self._comm = comm
         self._token = token
         self._uneven = False
-        self._weighed = False  # it has set a weight, and so has one to take back
+        self._has_handed_out = False  # it has set the current batch, and must clear it
         self._over = False
         self._steps = loader._steps()
 
@@ -211,9 +248,10 @@ class _EpochIterator:
             self._uneven = step.num_in_step < self._comm.world_size
             if step.num_own > 0:
                 self._loader._handed_out(step.num_in_step)
-                if torch.is_grad_enabled():  # a batch of an evaluation weighs nothing
-                    self._weighed = True
-                    self._comm.feed.weight = float(step.num_own)
+                if torch.is_grad_enabled():  # a batch of an evaluation has no weight
+                    self._has_handed_out = True
+                    number = BatchNumber(self._loader.epoch, self._loader.position)
+                    batch_source(self._comm).hand_out(step.num_own, number)
                 return step.batch
         self._end()
         raise StopIteration
@@ -221,43 +259,48 @@ class _EpochIterator:
     def _end(self) -> None:
         self.close()
         self._loader._ended()
-        # Every rank knows from arithmetic that the numbers of batches differ. In evaluation there is nobody to join.
+        # Every rank knows from arithmetic that the numbers of batches differ. In evaluation no join is needed.
         if self._uneven and torch.is_grad_enabled():
-            self._comm.feed.end()
+            batch_source(self._comm).end()
 
     def close(self) -> None:
-        """Leave the loop early: the batch in hand no longer says how much a gradient weighs."""
-        if self._weighed and not self._over and self._loader._is_running(self._token):
-            self._comm.feed.weight = 1.0
+        """Leave the loop early: the current batch no longer sets the weight of gradients."""
+        if self._has_handed_out and not self._over and self._loader._is_running(self._token):
+            batch_source(self._comm).clear_batch()
         self._over = True
 
     def __del__(self) -> None:
-        if hasattr(self, "_steps"):  # else it never came to be
+        if hasattr(self, "_steps"):  # else __init__ failed
             self.close()
 
 
 class MapSource:
     """Steps of data that has an index: the order is cut, and a DataLoader fetches this rank's part."""
 
-    def __init__(self, dataset: Any, order: Order, cut: Cut, shares: Shares, options: dict[str, Any]) -> None:
+    def __init__(self, dataset: Any, order: Order, cut: BatchSplit, shares: Shares, options: dict[str, Any]) -> None:
         self._order = order
         self._cut = cut
         self._shares = shares
-        self._batches = _OwnBatches(cut, shares)
+        self._batches = _LocalBatchSampler(cut, shares)
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._batches, **options)
 
-    def steps(self, epoch: int, position: int, *, resumed: bool) -> Iterator[Handout]:
-        rest = self._order.indices(epoch, resumed=resumed)[position:]
-        self._batches.indices, self._batches.first = rest, self._shares.next_step
-        return self._hand_out(len(rest), self._batches.first, iter(self._loader))
+    @property
+    def dataset(self) -> Any:
+        return self._loader.dataset
 
-    def _hand_out(self, num_samples: int, first: int, batches: Iterator[Any]) -> Iterator[Handout]:
-        for step in range(self._cut.num_steps(num_samples)):
-            start, end = self._cut.bounds(step, num_samples)
-            own = self._shares.own(first + step, end - start)
+    def steps(self, epoch: int, position: int, *, resumed: bool) -> Iterator[StepBatch]:
+        indices, first = self._order.begin(epoch, resumed=resumed), self._shares.next_step
+        self._batches.begin(indices, position, first)
+        return self._hand_out(indices, position, first, iter(self._loader))
+
+    def _hand_out(self, indices: Indices, position: int, first: int, batches: Iterator[Any]) -> Iterator[StepBatch]:
+        for number, step in steps_of(self._cut, indices, position, first):
+            own = self._shares.own(number, len(step))
             num_own = own.stop - own.start
-            yield Handout(next(batches) if num_own else None, num_own, end - start)
-        next(batches, None)  # there is none, but only when asked does a DataLoader let its workers go
+            yield StepBatch(next(batches) if num_own else None, num_own, len(step))
+            position += len(step)
+            indices.release(position)  # it was handed out
+        next(batches, None)  # there is none, but a DataLoader ends its workers only when asked for it
 
     def num_steps(self) -> int:
         return self._cut.num_steps(self._order.num_samples())
@@ -269,20 +312,21 @@ class MapSource:
         self._order.load_state_dict(state)
 
 
-class _OwnBatches:
-    """The batch sampler within: lists this rank's part of each step, as the loader asks for it."""
+class _LocalBatchSampler:
+    """The DataLoader's batch sampler: lists this rank's part of each step, as the loader asks for it."""
 
-    def __init__(self, cut: Cut, shares: Shares) -> None:
+    def __init__(self, cut: BatchSplit, shares: Shares) -> None:
         self._cut = cut
         self._shares = shares
-        self.indices = torch.empty(0, dtype=torch.int64)  # of the steps to come, over all ranks; set before each epoch
-        self.first = 0  # the number of the first of them
+        self._from: tuple[Indices, int, int] = (IndexTensor(torch.empty(0, dtype=torch.int64)), 0, 0)
+
+    def begin(self, indices: Indices, position: int, first: int) -> None:
+        """Have the next iterator list the steps from a position of an epoch on; ``first``: the number of the first."""
+        self._from = indices, position, first
 
     def __iter__(self) -> Iterator[list[int]]:
-        indices, first = self.indices, self.first
-        for step in range(self._cut.num_steps(len(indices))):
-            start, end = self._cut.bounds(step, len(indices))
-            own = indices[start:end][self._shares.own(first + step, end - start)].tolist()
+        for number, step in steps_of(self._cut, *self._from):
+            own = step[self._shares.own(number, len(step))].tolist()
             if own:
                 yield own
 
@@ -290,14 +334,18 @@ class _OwnBatches:
 class StreamSource:
     """Steps of data without an index: every rank reads it all and keeps its part."""
 
-    def __init__(self, part: PartOfStream, loader: DataLoader[Any], cut: Cut) -> None:
+    def __init__(self, part: LocalStream, loader: DataLoader[Any], cut: BatchSplit) -> None:
         self._part = part
         self._loader = loader
         self._cut = cut
 
-    def steps(self, epoch: int, position: int, *, resumed: bool) -> Iterator[Handout]:
+    @property
+    def dataset(self) -> Any:
+        return self._part.stream
+
+    def steps(self, epoch: int, position: int, *, resumed: bool) -> Iterator[StepBatch]:
         self._part.begin_at(position)
-        return (Handout(*told) for told in self._loader)
+        return (StepBatch(*step) for step in self._loader)
 
     def num_steps(self) -> int:
         if isinstance(self._part.stream, Sized):

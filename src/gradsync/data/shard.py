@@ -21,10 +21,10 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.connect import connect
 from gradsync.data.balance import Balance
 from gradsync.data.loader import MapSource, ShardedLoader, StreamSource
-from gradsync.data.order import Cut, Drawn, Even, Order, Seeded, Shares
-from gradsync.data.stream import CollatePart, PartOfStream
+from gradsync.data.order import BatchSplit, EvenShares, Order, ReplacementOrder, SamplerOrder, SeededOrder, Shares
+from gradsync.data.stream import CollateLocal, LocalStream
 
-# What a DataLoader was made with and its sharded twin takes over.
+# Options of a DataLoader that the DataLoader within a ShardedLoader takes over.
 _TAKEN_OVER = (
     "num_workers",
     "collate_fn",
@@ -57,29 +57,30 @@ def shard(
     """Give each rank its own part of every epoch of ``data``, in an order that is the same at any number of ranks.
 
     Step t takes the next samples of the epoch's order, and each rank a contiguous part of them, so nothing is padded or
-    read twice. A last, smaller step is split as evenly as can be. The synchronizers of ``comm`` are told how many
-    samples each batch has, and are joined at the end if the ranks' numbers of batches differ: the gradient is that of
+    read twice. A last, smaller step is split as evenly as can be. The synchronizers of ``comm`` get the number
+    of samples of each batch, and are joined at the end if the ranks' numbers of batches differ: the gradient is that of
     the joined batch, with nothing else to do. (The weight is that of the batch last handed out: a loop that takes
-    batches ahead of their backward says ``sync.set_weight`` itself.)
+    batches ahead of their backward calls ``sync.set_weight`` itself.)
 
     Every rank makes the same call.
 
     Args:
         data: a map-style dataset, a sequence of samples, a tensor (its rows), a tuple of tensors (rows in parallel), a
-            DataLoader (its dataset, batch size, collate function, workers and kind of order are taken over; an order of
-            its own sampler is drawn on rank 0 at the start of each epoch), or an IterableDataset (every rank reads the
-            whole stream, at the same order, and keeps its part; at most one loader worker).
+            DataLoader (its dataset, batch size, collate function, workers and kind of order are taken over; what
+            another sampler than torch's ``RandomSampler`` yields is drawn on rank 0, as the epoch needs it), or an
+            IterableDataset (every rank reads the whole stream, in the same order, and keeps its part; at most one
+            loader worker).
         batch_size: samples of one rank in a step; more ranks => larger steps.
         global_batch_size: samples of all ranks in a step; the very same steps at any number of ranks. One of the two,
             or neither for a DataLoader, whose own batch size is that of a rank.
-        shuffle: a new order each epoch, made from ``seed`` and the epoch. Unless said: as the DataLoader, else yes; a
-            stream can't.
+        shuffle: a new order each epoch, made from ``seed`` and the epoch. Default: as the DataLoader, else True; a
+            stream can't be shuffled.
         seed: which orders; the same on all ranks.
-        drop_last: leave out a last step that is smaller than the others. Unless said: as the DataLoader, else no.
-        balance: let each rank's part of a step follow its measured speed, so that a slow rank holds nobody up. The
+        drop_last: leave out a last step that is smaller than the others. Default: as the DataLoader, else False.
+        balance: let each rank's part of a step follow its measured speed, so that a slow rank delays no other. The
             samples of a step stay the same ones, and each part is weighted by its samples: the result is as exact as
             with even parts. Each rank keeps at least one sample.
-        comm: what tells who is which rank; :func:`gradsync.connect` unless said.
+        comm: whose ranks share the data; default: :func:`gradsync.connect`.
         loader_options: more options of ``torch.utils.data.DataLoader``: ``num_workers=2, pin_memory=True``, ...
 
     >>> import gradsync, torch
@@ -105,17 +106,17 @@ def shard(
         dataset = _as_dataset(data)
     if not options.get("in_order", True):
         raise ValueError("in_order must be True: batches in another order have no position; got in_order=False.")
-    cut = Cut(
+    cut = BatchSplit(
         global_batch_size=_global_batch_size(batch_size, global_batch_size, comm.world_size),
         world_size=comm.world_size,
         rank=comm.rank,
         drop_last=bool(drop_last),
     )
-    shares = _balance(dataset, cut, comm, options) if balance else Even(cut)
+    shares = _balance(dataset, cut, comm, options) if balance else EvenShares(cut)
     if isinstance(dataset, IterableDataset):
         return ShardedLoader(_stream_source(dataset, cut, shares, shuffle, options), shares, comm)
     order = _order(data, dataset, shuffle=shuffle, seed=seed, comm=comm)
-    if cut.drop_last and isinstance(order, Seeded) and cut.num_steps(order.num_samples()) == 0:
+    if cut.drop_last and isinstance(order, SeededOrder | ReplacementOrder) and cut.num_steps(order.num_samples()) == 0:
         raise ValueError(
             f"drop_last=True leaves no step: one takes {cut.global_batch_size} samples over {comm.world_size} ranks, "
             f"and the data has {order.num_samples()}. Take a smaller batch size, or drop_last=False."
@@ -190,7 +191,7 @@ def _global_batch_size(batch_size: int | None, global_batch_size: int | None, wo
     return global_batch_size
 
 
-def _balance(dataset: Any, cut: Cut, comm: Communicator, options: dict[str, Any]) -> Shares:
+def _balance(dataset: Any, cut: BatchSplit, comm: Communicator, options: dict[str, Any]) -> Shares:
     num_workers = options.get("num_workers") or 0
     if isinstance(dataset, IterableDataset) and num_workers > 0:
         raise ValueError(
@@ -198,7 +199,7 @@ def _balance(dataset: Any, cut: Cut, comm: Communicator, options: dict[str, Any]
             f"speeds are not known; got {num_workers=}. Leave it out, or use a dataset with an index."
         )
     if comm.world_size == 1:
-        return Even(cut)
+        return EvenShares(cut)
     if cut.global_batch_size == cut.world_size:
         raise ValueError(
             "balance=True needs more samples in a step than ranks, or every rank has its one sample whatever its "
@@ -214,17 +215,19 @@ def _order(data: Any, dataset: Any, *, shuffle: bool | None, seed: int, comm: Co
     if sampler is None or permutes or type(sampler) is SequentialSampler:
         if shuffle is None:
             shuffle = sampler is None or permutes
-        return Seeded(len(dataset), shuffle=shuffle, seed=seed)
+        return SeededOrder(len(dataset), shuffle=shuffle, seed=seed)
     if shuffle is not None:
         raise ValueError(
-            f"shuffle can't be said for a DataLoader whose {type(sampler).__name__} gives the order; got {shuffle=}. "
+            f"shuffle can't be set for a DataLoader whose {type(sampler).__name__} gives the order; got {shuffle=}. "
             "Leave it out, or pass the dataset."
         )
-    return Drawn(sampler, comm)
+    if type(sampler) is RandomSampler and sampler.replacement:
+        return ReplacementOrder(len(dataset), sampler.num_samples, seed=seed)
+    return SamplerOrder(sampler, comm)
 
 
 def _stream_source(
-    stream: IterableDataset[Any], cut: Cut, shares: Shares, shuffle: bool | None, options: dict[str, Any]
+    stream: IterableDataset[Any], cut: BatchSplit, shares: Shares, shuffle: bool | None, options: dict[str, Any]
 ) -> StreamSource:
     if shuffle:
         raise ValueError(
@@ -237,6 +240,6 @@ def _stream_source(
             f"num_workers={options['num_workers']}."
         )
     collate = options.get("collate_fn") or default_collate
-    part = PartOfStream(stream, cut, shares)
-    loader: DataLoader[Any] = DataLoader(part, batch_size=None, **{**options, "collate_fn": CollatePart(collate)})
+    part = LocalStream(stream, cut, shares)
+    loader: DataLoader[Any] = DataLoader(part, batch_size=None, **{**options, "collate_fn": CollateLocal(collate)})
     return StreamSource(part, loader, cut)

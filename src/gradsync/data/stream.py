@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from gradsync.data.order import Cut, Shares
+from gradsync.data.order import BatchSplit, Shares
 
 Part = tuple[list[Any], int]  # this rank's samples of a step, and how many all ranks have in it
 
 
-class PartOfStream(IterableDataset[Part]):
+class LocalStream(IterableDataset[Part]):
     """The rank's part of each step of a stream; runs in the loader's worker if there is one."""
 
-    def __init__(self, stream: IterableDataset[Any], cut: Cut, shares: Shares) -> None:
+    def __init__(self, stream: IterableDataset[Any], cut: BatchSplit, shares: Shares) -> None:
         self.stream = stream
         self.cut = cut
         self._shares = shares
@@ -47,10 +47,10 @@ class PartOfStream(IterableDataset[Part]):
             yield step[self._shares.own(number, len(step))], len(step)
             number += 1
         if num_read == 0:
-            raise ValueError("a dataset to shard must have at least one sample; this stream gave none.")
+            raise ValueError("a dataset to shard must have at least one sample; this stream had none.")
 
 
-class CollatePart:
+class CollateLocal:
     """Collates the samples and keeps the counts beside them; a class, so that it can be sent to a spawned worker."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:

@@ -1,9 +1,9 @@
-"""What ``gradsync doctor`` knows: measuring machines and what lies between them, and judging what was measured."""
+"""``gradsync doctor`` without its terminal: measure machines and the links between them, and diagnose problems."""
 
 from __future__ import annotations
 
-from gradsync.doctor.findings import Finding, judge
-from gradsync.doctor.links import Links, clock_offsets, measure_links
-from gradsync.doctor.machine import Machine, examine
+from gradsync.doctor.findings import Finding, diagnose
+from gradsync.doctor.links import LinkReport, clock_offsets, measure_links
+from gradsync.doctor.machine import MachineReport, examine
 
-__all__ = ["Finding", "Links", "Machine", "clock_offsets", "examine", "judge", "measure_links"]
+__all__ = ["Finding", "LinkReport", "MachineReport", "clock_offsets", "diagnose", "examine", "measure_links"]

@@ -1,4 +1,4 @@
-"""What lies between the ranks: rate, latency, all-reduces of several sizes, clocks. Blocks; every rank takes part."""
+"""Measuring between the ranks: rate, latency, all-reduces of several sizes, clocks. Blocks; every rank takes part."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 import torch
 
 from gradsync.advisor.network import Network, measure_network
+from gradsync.comm.allreduce.autotune import hosts_of
 from gradsync.comm.base import Communicator
-from gradsync.comm.fastest import hosts_of
-from gradsync.comm.hosts import ranks_by_host
 from gradsync.comm.objects import broadcast_object
+from gradsync.comm.topology import ranks_by_host
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 PINGS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Links:
-    """What was measured between the ranks."""
+class LinkReport:
+    """The measurements between the ranks."""
 
     transport: str
     why: str
@@ -40,8 +40,8 @@ class Links:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Links:
-        """What ``as_dict`` gave."""
+    def from_dict(cls, data: Mapping[str, Any]) -> LinkReport:
+        """Restore a report from ``as_dict``, directly or from JSON."""
         return cls(
             **{
                 **data,
@@ -52,11 +52,11 @@ class Links:
         )
 
 
-def measure_links(comm: Communicator, *, seconds: float = 3.0, sizes: Sequence[int] = SIZES) -> Links:
-    """Measure what there is between the ranks, for about ``seconds``. Sizes that would take too long are left out."""
+def measure_links(comm: Communicator, *, seconds: float = 3.0, sizes: Sequence[int] = SIZES) -> LinkReport:
+    """Measure the links between the ranks, for about ``seconds``. Sizes that would take too long are left out."""
     network = measure_network(comm, seconds=seconds / 2)
     hosts = ranks_by_host(hosts_of(comm))
-    return Links(
+    return LinkReport(
         transport=comm.transport,
         why=comm.why,
         world_size=comm.world_size,
@@ -87,10 +87,10 @@ def _all_reduces(comm: Communicator, network: Network, seconds: float, sizes: Se
 
 
 def clock_offsets(comm: Communicator) -> list[float]:
-    """For each rank by how many seconds its wall clock is ahead of rank 0's. Blocks; the same answer on all ranks.
+    """By how many seconds each rank's wall clock is ahead of rank 0's. Blocks; the same answer on all ranks.
 
-    Rank 0 asks each in turn what its clock says. The quickest of some answers counts: half its way there and half its
-    way back is the best guess of when it was given.
+    Rank 0 asks each rank in turn for its time, several times. The answer with the shortest round trip counts: the
+    middle of that round trip is the best estimate of when it was given.
     """
     offsets = [0.0]
     for other in range(1, comm.world_size):
@@ -109,5 +109,5 @@ def clock_offsets(comm: Communicator) -> list[float]:
                 answer[0] = time.time()
                 comm.send(answer, 0).wait()
         offsets.append(offset)
-    told: list[float] = broadcast_object(comm, offsets if comm.rank == 0 else None, src=0)
-    return told
+    agreed: list[float] = broadcast_object(comm, offsets if comm.rank == 0 else None, src=0)
+    return agreed

@@ -1,4 +1,4 @@
-"""One rank's machine: its cores, how fast they compute and copy, its threads, its network interfaces."""
+"""Examining one rank's machine: its cores, how fast they compute and copy, its threads, its network interfaces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 from gradsync.comm.rendezvous import interface_address
 
-MATRIX = 384  # of the product that is timed: it stays in the cache, so that cores are measured and not memory
+MATRIX = 384  # the size of the timed product: it stays in the cache, so that cores are measured and not memory
 COPY_BYTES = 64 << 20  # far beyond any cache
 ROUNDS = 7
 
@@ -27,33 +27,33 @@ class Interface:
 
     name: str
     address: str
-    mbit_per_s: int | None = None  # what the link says of itself; None where it says nothing, as virtual ones do
+    mbit_per_s: int | None = None  # the link's nominal rate; None where it has none, as most virtual interfaces
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
-    """What a rank finds where it runs. All of it travels as JSON."""
+class MachineReport:
+    """The machine of one rank, as that rank sees it. Can be sent as JSON."""
 
     host: str
     rank: int = 0
-    cores: int = 1  # that this process may use: what taskset, Slurm or a container leave of them
+    cores: int = 1  # that this process may use, as limited by taskset, Slurm or a container
     total_cores: int = 1
-    quota_cores: float | None = None  # what a container's quota allows a second; None: no limit
+    quota_cores: float | None = None  # core-seconds a second that a container's quota allows; None: no limit
     threads: int = 1  # of torch, in one operation
     omp: str | None = None  # OMP_NUM_THREADS, if it is set
     gflops: float = 0.0  # of float32, with all its threads
     copy_gb_per_s: float = 0.0  # read and written
-    load: float = 0.0  # processes that ran or wanted to, over the last minute, before anything was measured here
+    load: float = 0.0  # the load average of the last minute, before anything was measured here
     gpus: tuple[str, ...] = ()
     nccl: bool = False
     interfaces: tuple[Interface, ...] = ()
-    used_interface: str | None = None  # that Gloo was told to use, or that leads to rank 0
+    used_interface: str | None = None  # the one that GLOO_SOCKET_IFNAME names, or that leads to rank 0
     versions: Mapping[str, str] = field(default_factory=dict)
-    clock_offset_s: float = 0.0  # this machine's wall clock less rank 0's
+    clock_offset_s: float = 0.0  # this machine's wall clock minus rank 0's
 
     @property
     def used_link(self) -> Interface | None:
-        """What is known of ``used_interface``."""
+        """The entry of ``interfaces`` that is used."""
         return next((link for link in self.interfaces if link.name == self.used_interface), None)
 
     def as_dict(self) -> dict[str, Any]:
@@ -61,14 +61,14 @@ class Machine:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Machine:
-        """What ``as_dict`` gave."""
+    def from_dict(cls, data: Mapping[str, Any]) -> MachineReport:
+        """Restore a report from ``as_dict``, directly or from JSON."""
         links = tuple(Interface(**link) for link in data["interfaces"])
         return cls(**{**data, "interfaces": links, "gpus": tuple(data["gpus"])})
 
 
-def examine(*, rank: int = 0, environ: Mapping[str, str] = os.environ) -> Machine:
-    """Look at this machine and time it: about half a second.
+def examine(*, rank: int = 0, environ: Mapping[str, str] = os.environ) -> MachineReport:
+    """Examine this machine and time it: about half a second.
 
     >>> from gradsync.doctor import examine
     >>> machine = examine()
@@ -78,7 +78,7 @@ def examine(*, rank: int = 0, environ: Mapping[str, str] = os.environ) -> Machin
     load = os.getloadavg()[0]
     interfaces = _interfaces()
     gpus = [torch.cuda.get_device_properties(at).name for at in range(torch.cuda.device_count())]
-    return Machine(
+    return MachineReport(
         host=platform.node(),
         rank=rank,
         cores=len(os.sched_getaffinity(0)),
@@ -120,7 +120,7 @@ def _copy_gb_per_s() -> float:
 
 
 def _quota_cores(folder: Path) -> float | None:
-    """What a container may use: ``cpu.max`` of cgroup version 2, or the two files of version 1."""
+    """The CPU quota of a container: ``cpu.max`` of cgroup version 2, or the two files of version 1."""
     try:
         quota, period = (folder / "cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -142,7 +142,7 @@ def _interfaces() -> tuple[Interface, ...]:
 
 
 def link_mbit_per_s(name: str) -> int | None:
-    """What an interface's link says of itself; None where it says nothing (the loopback, most virtual ones)."""
+    """The nominal rate of an interface's link; None where it has none (the loopback, most virtual ones)."""
     try:
         rate = int(Path(f"/sys/class/net/{name}/speed").read_text())
     except (OSError, ValueError):
@@ -151,15 +151,15 @@ def link_mbit_per_s(name: str) -> int | None:
 
 
 def _used_interface(interfaces: tuple[Interface, ...], environ: Mapping[str, str]) -> str | None:
-    """The interface that Gloo was told to use; else the one whose address reaches rank 0."""
-    if said := environ.get("GLOO_SOCKET_IFNAME"):
-        return said.split(",")[0]
+    """The interface that GLOO_SOCKET_IFNAME names; else the one that leads to rank 0."""
+    if names := environ.get("GLOO_SOCKET_IFNAME"):
+        return names.split(",")[0]
     master = environ.get("MASTER_ADDR")
     if not master:
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((master, 9))  # sends nothing: it only asks the kernel for the way
+            probe.connect((master, 9))  # sends nothing: it only asks the kernel for the route
         except OSError:
             return None
         own = probe.getsockname()[0]

@@ -1,4 +1,8 @@
-"""Where a step's time goes: records of steps, made while training, and what is made of them."""
+"""Where a step's time goes: step records, taken while training, and the summaries, reports and traces made from them.
+
+``interface`` is what engine and strategies call, ``recorder`` keeps raw marks (``raw``), ``parts`` turns these into
+records (``record``), ``run`` saves and loads them, ``summary``, ``report`` and ``trace`` present them.
+"""
 
 from gradsync.profiling.record import Breakdown, BucketRecord, Span, StepRecord
 from gradsync.profiling.recorder import Recorder, typical

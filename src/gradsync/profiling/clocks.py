@@ -1,8 +1,9 @@
-"""What the clocks of the ranks are apart, so that times of different hosts can be compared.
+"""The offsets between the ranks' clocks, so that times of different hosts can be compared.
 
-Processes of one host read the same clock. Between hosts the distance is measured once, before the first step, by a few
-tiny exchanges; afterwards the steps' own collectives narrow it down: nobody can be done with a collective before
-everybody has come to it. That bounds the distance of two clocks from both sides, at the price of no message.
+Processes of one host read the same clock. Between hosts the offset is measured once, before the first step, by a few
+tiny exchanges (:func:`compare_clocks`). Afterwards the steps' own collectives narrow it down (:func:`narrow_offsets`):
+no rank can finish a collective before every rank has entered it. That bounds the offset of two clocks from both sides,
+without a message.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from gradsync.comm.base import Communicator
 from gradsync.profiling.raw import RawStep
 
 ROUNDS = 8  # exchanges between hosts: the quickest of them counts
-WINDOW_STEPS = 100  # clocks drift, by some microseconds a second: bounds hold for so many steps
+WINDOW_STEPS = 100  # clocks drift by some microseconds a second: bounds hold for this many steps
 
 
 @dataclass(frozen=True)
-class Clocks:
-    """What to add to each rank's time to have rank 0's, and how wrong that may be."""
+class ClockOffsets:
+    """What to add to each rank's time to get rank 0's time, and by how much that may be wrong."""
 
     offsets_ns: tuple[int, ...]
     error_ns: int = 0
@@ -34,20 +35,25 @@ class Clocks:
         return self.offsets_ns[rank]
 
 
-def same_clock(world_size: int) -> Clocks:
-    """Clocks that are one."""
-    return Clocks((0,) * world_size)
+def same_clock(world_size: int) -> ClockOffsets:
+    """The offsets of ranks that read one clock: all zero."""
+    return ClockOffsets((0,) * world_size)
 
 
 def clock_identity() -> str:
-    """What two processes have in common that read the same clock: the kernel, and its view of time."""
+    """An identity that two processes share exactly if they read the same clock: the kernel and its time namespace."""
     boot, space = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/time")
     parts = [boot.read_text().strip() if boot.exists() else os.uname().nodename]
     return "/".join([*parts, os.readlink(space) if space.exists() else ""])
 
 
-def meet(comm: Communicator, *, identity: str | None = None, now: Callable[[], int] = time.perf_counter_ns) -> Clocks:
-    """Compare the clocks of all ranks. Blocks: every rank calls it. One small exchange where all read the same one."""
+def compare_clocks(
+    comm: Communicator, *, identity: str | None = None, now: Callable[[], int] = time.perf_counter_ns
+) -> ClockOffsets:
+    """Measure the clock offsets of all ranks. Blocks: every rank calls it.
+
+    It takes one small exchange where all ranks read the same clock, and ``ROUNDS`` + 2 otherwise.
+    """
     if comm.world_size == 1:
         return same_clock(1)
     digest = hashlib.sha256((clock_identity() if identity is None else identity).encode()).digest()
@@ -65,7 +71,7 @@ def meet(comm: Communicator, *, identity: str | None = None, now: Callable[[], i
         high = min(ends[0][number] - begins[rank] for number, begins in enumerate(sent))
         bounds.append((0, 0) if rank == 0 else (low, high))
     error_ns = max((high - low) // 2 for low, high in bounds)
-    return Clocks(tuple((low + high) // 2 for low, high in bounds), error_ns)
+    return ClockOffsets(tuple((low + high) // 2 for low, high in bounds), error_ns)
 
 
 def _gather(comm: Communicator, values: Sequence[int]) -> list[list[int]]:
@@ -76,15 +82,15 @@ def _gather(comm: Communicator, values: Sequence[int]) -> list[list[int]]:
     return rows
 
 
-def narrowed(clocks: Clocks, steps: Mapping[int, Mapping[int, RawStep]]) -> dict[int, Clocks]:
-    """The clocks at each step, within what its collectives and those of the steps around it allow.
+def narrow_offsets(clocks: ClockOffsets, steps: Mapping[int, Mapping[int, RawStep]]) -> dict[int, ClockOffsets]:
+    """The offsets at each step, moved into the bounds that its collectives and those of the steps around it set.
 
-    ``steps``: by rank, then by number, what each rank has noted. Ranks that read one clock stay together.
+    ``steps``: each rank's raw steps, by rank and then by step number. Ranks that read one clock keep equal offsets.
     """
     numbers = sorted(steps.get(0, {}))
     if not clocks.error_ns or not numbers:
         return dict.fromkeys(numbers, clocks)
-    found: dict[int, Clocks] = {}
+    found: dict[int, ClockOffsets] = {}
     for at in range(0, len(numbers), WINDOW_STEPS):
         window = numbers[at : at + WINDOW_STEPS]
         offsets = [0]
@@ -92,12 +98,12 @@ def narrowed(clocks: Clocks, steps: Mapping[int, Mapping[int, RawStep]]) -> dict
             low, high = _bounds(steps[0], steps.get(rank, {}), window)
             guess = clocks.offsets_ns[rank]
             offsets.append((low + high) // 2 if low > high else min(max(guess, low), high))
-        found |= dict.fromkeys(window, Clocks(tuple(offsets), clocks.error_ns))
+        found |= dict.fromkeys(window, ClockOffsets(tuple(offsets), clocks.error_ns))
     return found
 
 
 def _bounds(first: Mapping[int, RawStep], other: Mapping[int, RawStep], window: Sequence[int]) -> tuple[int, int]:
-    """From and to what may be added to the other's time: each is done after the other has come."""
+    """The least and the most that may be added to the other's time: each finishes after the other has entered."""
     low, high = -(1 << 62), 1 << 62
     for number in window:
         if number in other:

@@ -1,8 +1,8 @@
-"""Recording where gradients live on a GPU: marks are CUDA events, read when the GPU has passed them.
+"""The recorder for gradients on a GPU: marks are CUDA events, read when the GPU has passed them.
 
-What the host does says little there, since it runs ahead. An event stands where the stream that computes comes to it:
-the mark before a wait and the mark after it are as far apart as the GPU stood still. Hooks of gradients are not
-timed: what they launch is part of computing.
+The host's times say little there, since the host runs ahead. An event is passed when the compute stream reaches it:
+the time from the mark before a wait to the mark after it is how long the GPU was idle. Gradient hooks are not
+timed: the kernels that they launch are part of computing.
 
 Not yet run on a GPU.
 """
@@ -15,10 +15,10 @@ from collections.abc import Sequence
 import torch
 
 from gradsync.comm.base import Communicator
-from gradsync.header import Header
-from gradsync.profiling.clocks import Clocks
+from gradsync.profiling.clocks import ClockOffsets
 from gradsync.profiling.raw import CALL, WAIT, Op, RawStep
 from gradsync.profiling.recorder import KEEP_STEPS, Recorder
+from gradsync.replicas.header import Header
 
 MAX_UNREAD_STEPS = 8  # a GPU that is further behind than this is waited for
 
@@ -26,7 +26,7 @@ MAX_UNREAD_STEPS = 8  # a GPU that is further behind than this is waited for
 class CudaRecorder(Recorder):
     """As :class:`Recorder`; a mark is the number of an event until the GPU has passed all of a step's events."""
 
-    def __init__(self, comm: Communicator, clocks: Clocks, *, keep: int = KEEP_STEPS) -> None:
+    def __init__(self, comm: Communicator, clocks: ClockOffsets, *, keep: int = KEEP_STEPS) -> None:
         self._events: list[torch.cuda.Event] = []
         self._free: list[torch.cuda.Event] = []
         self._unread: list[tuple[RawStep, list[torch.cuda.Event], Sequence[Header], float]] = []
@@ -40,38 +40,38 @@ class CudaRecorder(Recorder):
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record()
         self._events.append(event)
-        return len(self._events)  # from 1 on: 0 says that there is no mark
+        return len(self._events)  # from 1 on: 0 means that there is no mark
 
-    def hooked(self, entered: int, name: str = "") -> None:
+    def grad_hook_ended(self, entered: int, name: str = "") -> None:
         if self.detailed and name:
             self._raw.gradients.append((name, entered))
 
     def waited(self, op: Op, entered: int) -> None:
         left = self.now()
-        self._stop(WAIT, op, entered, left)
+        self._add_stall(WAIT, op, entered, left)
         if not op.done:
             op.done, op.seen = left, True
 
-    def asked(self, op: Op, entered: int, *, is_done: bool) -> None:
-        """Nothing: the host asks, and the stream does not wait."""
+    def polled(self, op: Op, entered: int, *, is_done: bool) -> None:
+        """Do nothing: the host polls, and the stream does not wait."""
 
-    def ended_step(self, headers: Sequence[Header], *, weight: float) -> None:
+    def step_ended(self, headers: Sequence[Header], *, weight: float) -> None:
         end = self.now()
         raw, events, last = self._raw, self._events, self._events[-1]
         raw.end = end
         self._unread.append((raw, events, headers, weight))
         self._events = []
-        self._free_marks(last)
+        self._carry_over(last)
         while self._unread and (self._unread[0][1][-1].query() or len(self._unread) > MAX_UNREAD_STEPS):
             self._read(*self._unread.pop(0))
 
-    def _free_marks(self, last: torch.cuda.Event) -> None:
+    def _carry_over(self, last: torch.cuda.Event) -> None:
         """Begin the next step where this one ends: at the same event."""
         self._events.append(last)
         self._reset(1)
 
     def _read(self, raw: RawStep, events: list[torch.cuda.Event], headers: Sequence[Header], weight: float) -> None:
-        """Turn the numbers of events into nanoseconds, now that all of them are past."""
+        """Turn the numbers of events into nanoseconds, once the GPU has passed all of them."""
         events[-1].synchronize()
         at = [0, *(self._zero_ns + int(self._zero.elapsed_time(event) * 1e6) for event in events)]
         raw.start, raw.end, raw.opened, raw.backward = at[raw.start], at[raw.end], at[raw.opened], at[raw.backward]
@@ -83,4 +83,4 @@ class CudaRecorder(Recorder):
             op.called, op.done = at[op.called], at[op.done]
         stopped = sum(end - start for kind, _, start, end, _ in raw.spans if kind in (CALL, WAIT))
         self._free += events[1:-1]  # the first and the last belong to the steps around too
-        self._conclude(raw, headers, weight=weight, stopped_ns=stopped)
+        self._finish_step(raw, headers, weight=weight, stalled_ns=stopped)

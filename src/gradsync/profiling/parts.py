@@ -1,38 +1,51 @@
-"""From a rank's raw notes to a record: what was on the critical path, and of what was stopped, why.
+"""From a rank's raw marks of a step to its :class:`StepRecord`: what was on the critical path, and why it stalled.
 
-A rank is stopped in a collective. Until the last of all ranks has come to it, that is *waiting*; from then on it is the
-*wire*. So all that is needed of the others is when each came to each collective.
+A rank stalls in a collective. Until the last rank has entered the collective, that is *waiting*; from then on it is
+*wire*. So all that a rank needs to know of the others is when each of them entered each collective.
 
-[Note: beside] Where a thread reduces beside the one that trains, the latter only waits for it at the end of backward.
-What the step was stopped for is then what the other thread did meanwhile.
+[Note: background thread] Where a background thread reduces buckets, the training thread waits for it only at the end of
+backward. The cause of that stall is whatever the background thread did meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from gradsync.profiling.raw import CALL, DECODE, ENCODE, JOIN, MEETING, OTHER, WAIT, Plan, RawSpan, RawStep
+from gradsync.profiling.raw import (
+    CALL,
+    DECODE,
+    ENCODE,
+    ENGINE_COMM,
+    JOIN,
+    STRATEGY_COMM,
+    WAIT,
+    RawSpan,
+    RawStep,
+    RecordedPlan,
+)
 from gradsync.profiling.record import Breakdown, BucketRecord, Span, StepRecord
 
 NS = 1e-9
+MIN_SHOWN_NS = 50_000  # a shorter stall is left out of timelines
 
 
-def told_starts(raw: RawStep, rank: int, offset_ns: int) -> list[int]:
-    """When the last of all ranks came to each collective, on this rank's clock, by what the ranks told each other.
+def last_rank_starts(raw: RawStep, rank: int, offset_ns: int) -> list[int]:
+    """When the last rank entered each collective, on this rank's clock, estimated from the step headers.
 
-    They tell two marks: when they opened the step, and when they began their last bucket. How late the latest rank was
-    at those is carried over to the collectives in between.
+    A header holds two marks: the first gradient of the step, and the start of the last bucket. How late the latest rank
+    was at these two is interpolated for the collectives in between.
     """
     own = [op.called for op in raw.ops]
-    if not raw.heard or len(raw.heard) == 1:
+    if not raw.rank_timings or len(raw.rank_timings) == 1:
         return own
-    first_us, last_us = raw.heard[rank].opened_us, raw.heard[rank].begun_us
-    late_first = max(0.0, max(told.opened_us for told in raw.heard) - first_us) * 1e3
-    late_last = max(0.0, max(told.begun_us for told in raw.heard) - last_us) * 1e3
+    first_us, last_us = raw.rank_timings[rank].opened_us, raw.rank_timings[rank].begun_us
+    late_first = max(0.0, max(timing.opened_us for timing in raw.rank_timings) - first_us) * 1e3
+    late_last = max(0.0, max(timing.begun_us for timing in raw.rank_timings) - last_us) * 1e3
     start, width = first_us * 1e3 - offset_ns, max(1.0, (last_us - first_us) * 1e3)
     starts, seen = [], set()
     for op in raw.ops:
-        if op.bucket in seen and op.bucket >= 0:  # a later stage: it follows from a collective in which all have met
+        if op.bucket in seen and op.bucket >= 0:  # a later stage: it follows a collective that all ranks have entered
             starts.append(op.called)
             continue
         seen.add(op.bucket)
@@ -41,21 +54,21 @@ def told_starts(raw: RawStep, rank: int, offset_ns: int) -> list[int]:
     return starts
 
 
-def last_begun(raw: RawStep) -> int:
+def last_bucket_start(raw: RawStep) -> int:
     """When this rank began to reduce its last bucket."""
     last = max((op.bucket for op in raw.ops), default=-1)
     return next((op.called for op in raw.ops if op.bucket == last >= 0), raw.opened)
 
 
-class _Stops:
-    """What the thread that trains stood still for, part by part."""
+class _Stalls:
+    """What the training thread stalled for, part by part."""
 
     def __init__(self, raw: RawStep, all_called: Sequence[int]) -> None:
         self._raw = raw
         self._all_called = all_called
         self.ns = {"encode": 0, "decode": 0, "waiting": 0, "wire": 0}
         self.of_bucket: dict[int, int] = {}  # waiting and wire
-        self.stopped: list[tuple[int, int, int]] = []  # (bucket, start, end)
+        self.stopped: list[tuple[str, int, int, int]] = []  # ("waiting" or "wire", bucket, start, end)
         others = [span for span in raw.spans if not span[4]]
         for span in raw.spans:
             kind, _, start, end, trains = span
@@ -64,10 +77,10 @@ class _Stops:
             if kind != JOIN:
                 self._add(span, start, end)
                 continue
-            for beside in others:  # [Note: beside]
-                since, until = max(start, beside[2]), min(end, beside[3])
+            for other in others:  # [Note: background thread]
+                since, until = max(start, other[2]), min(end, other[3])
                 if since < until:
-                    self._add(beside, since, until)
+                    self._add(other, since, until)
 
     def _add(self, span: RawSpan, start: int, end: int) -> None:
         kind, index = span[0], span[1]
@@ -75,29 +88,33 @@ class _Stops:
             self.ns["encode"] += end - start
         elif kind == DECODE:
             self.ns["decode"] += end - start
-        elif kind in (OTHER, MEETING):
+        elif kind in (ENGINE_COMM, STRATEGY_COMM):
             self.ns["wire"] += end - start
+            self.stopped.append(("wire", -1, start, end))
         else:
-            assert kind in (CALL, WAIT), "a thread beside joins nobody"
+            assert kind in (CALL, WAIT), "a background thread joins no other thread"
             waiting = min(max(0, self._all_called[index] - start), end - start)
             self.ns["waiting"] += waiting
             self.ns["wire"] += end - start - waiting
             bucket = self._raw.ops[index].bucket
             self.of_bucket[bucket] = self.of_bucket.get(bucket, 0) + end - start
-            self.stopped.append((bucket, start, end))
+            self.stopped += [("waiting", bucket, start, start + waiting), ("wire", bucket, start + waiting, end)]
 
 
-def build(
-    raw: RawStep, all_called: Sequence[int], plans: Sequence[Plan], *, rank: int, offset_ns: int = 0
+def build_record(
+    raw: RawStep, all_called: Sequence[int], plans: Sequence[RecordedPlan], *, rank: int, offset_ns: int = 0
 ) -> StepRecord:
-    """The record of one step on one rank. ``all_called``: when the last rank came to each collective, on its clock."""
-    stops = _Stops(raw, all_called)
+    """The record of one step on one rank.
+
+    ``all_called``: when the last rank entered each collective, on this rank's clock.
+    """
+    stops = _Stalls(raw, all_called)
     ns = stops.ns
     step_ns = raw.end - raw.start
-    # But for meetings all spans lie in hooks of gradients or in what follows the last one: what is left of those is the
-    # engine's own.
-    meeting_ns = sum(end - start for kind, _, start, end, _ in raw.spans if kind == MEETING)
-    inside_ns = raw.hook_ns + meeting_ns + (raw.end - raw.backward if raw.backward else 0)
+    # All spans but a strategy's communication around the optimizer's step lie in gradient hooks or after the last one:
+    # the rest of that time is the engine's own.
+    strategy_ns = sum(end - start for kind, _, start, end, _ in raw.spans if kind == STRATEGY_COMM)
+    inside_ns = raw.hook_ns + strategy_ns + (raw.end - raw.backward if raw.backward else 0)
     pack_ns = max(0, inside_ns - sum(ns.values()))
     compute_ns = max(0, step_ns - pack_ns - sum(ns.values()))
     parts = Breakdown(
@@ -114,17 +131,17 @@ def build(
         optimizer_s=(raw.optimizer[1] - raw.optimizer[0]) * NS,
         opened_s=(raw.opened - raw.start) * NS,
         backward_s=(raw.backward - raw.start) * NS,
-        sent_bytes=sum(op.num_bytes for op in raw.ops),
+        sent_bytes=raw.sent + sum(op.num_bytes for op in raw.ops),
         weight=raw.weight,
         has_data=raw.has_data,
         staleness=raw.staleness,
         buckets=_buckets(raw, all_called, sizes, stops),
-        spans=_spans(raw, stops),
+        spans=_spans(raw, all_called, stops),
         gradients=tuple((name, (when - raw.start) * NS) for name, when in raw.gradients),
     )
 
 
-def _buckets(raw: RawStep, all_called: Sequence[int], sizes: Sequence[int], stops: _Stops) -> tuple[BucketRecord, ...]:
+def _buckets(raw: RawStep, all_called: Sequence[int], sizes: Sequence[int], stops: _Stalls) -> tuple[BucketRecord, ...]:
     ready = dict(raw.ready)
     work = {kind: _total_by_bucket(raw, kind) for kind in (ENCODE, DECODE)}
     ends = {span[1]: span[3] for span in raw.spans if span[0] == DECODE}
@@ -132,8 +149,8 @@ def _buckets(raw: RawStep, all_called: Sequence[int], sizes: Sequence[int], stop
     records = []
     for index, num_bytes in enumerate(sizes):
         ops = [op for op in raw.ops if op.bucket == index]
-        filled = ready.get(index, raw.backward)  # one with an unused parameter is filled at the end
-        called = ops[0].called if ops else filled  # alone a rank sends nothing
+        filled = ready.get(index, raw.backward)  # a bucket with an unused parameter is filled at the end
+        called = ops[0].called if ops else filled  # a single rank sends nothing
         all_there = max(called, all_called[ops[0].index]) if ops else called
         begins = [max(op.called, all_called[op.index], free[op.index]) for op in ops]
         over = [op.done or raw.end for op in ops]
@@ -158,7 +175,7 @@ def _buckets(raw: RawStep, all_called: Sequence[int], sizes: Sequence[int], stop
 
 
 def _free_since(raw: RawStep) -> list[int]:
-    """For each collective, when the one before it was over, if that was seen: they share the wire."""
+    """For each collective, when the one before it ended, if that was observed: they share the wire."""
     free, before = [], 0
     for op in raw.ops:
         free.append(before)
@@ -174,16 +191,12 @@ def _total_by_bucket(raw: RawStep, kind: int) -> dict[int, int]:
     return total
 
 
-def _spans(raw: RawStep, stops: _Stops) -> tuple[Span, ...]:
+def _spans(raw: RawStep, all_called: Sequence[int], stops: _Stalls) -> tuple[Span, ...]:
     def span(kind: str, start: int, end: int, bucket: int = -1, name: str = "", main: bool = True) -> Span:
-        return Span(
-            kind=kind,
-            start_s=(start - raw.start) * NS,
-            end_s=(end - raw.start) * NS,
-            bucket=bucket,
-            name=name,
-            main=main,
-        )
+        return Span(kind=kind, start_s=since(start), end_s=since(end), bucket=bucket, name=name, main=main)
+
+    def since(mark: int) -> float:
+        return (mark - raw.start) * NS
 
     begin, end = raw.optimizer
     spans = [span("optimizer", begin, end)] if end else []
@@ -192,6 +205,9 @@ def _spans(raw: RawStep, stops: _Stops) -> tuple[Span, ...]:
         spans.append(span("backward", raw.opened, raw.backward))
     for kind, name in ((ENCODE, "encode"), (DECODE, "decode")):
         spans += [span(name, s[2], s[3], s[1], main=s[4]) for s in raw.spans if s[0] == kind]
-    spans += [span("stopped", since, until, bucket) for bucket, since, until in stops.stopped if until - since > 50_000]
-    spans += [span("collective", op.called, op.done or raw.end, op.bucket, op.name, main=False) for op in raw.ops]
+    long = [each for each in stops.stopped if each[3] - each[2] > MIN_SHOWN_NS]
+    spans += [span("stopped", start, until, bucket, why) for why, bucket, start, until in long]
+    for op in raw.ops:
+        made = span("collective", op.called, op.done or raw.end, op.bucket, op.name, main=False)
+        spans.append(replace(made, all_started_s=since(max(op.called, all_called[op.index]))))
     return tuple(spans)

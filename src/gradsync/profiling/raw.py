@@ -1,6 +1,6 @@
-"""What one rank has noted of one step: marks in nanoseconds on its own clock, as plain lists. Lines of JSON both ways.
+"""The raw marks that one rank records of one step: nanoseconds on its own clock, as plain lists; one line of JSON.
 
-Nothing is worked out here: that is done when somebody asks (see parts.py), most often after the training.
+Nothing is computed here. ``parts.py`` computes step records from the marks on request, most often after the training.
 """
 
 from __future__ import annotations
@@ -8,48 +8,49 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from gradsync.header import Told
+from gradsync.replicas.header import PreviousStepTiming
 
-CALL, WAIT, ENCODE, DECODE, JOIN, OTHER, MEETING = range(7)  # kinds of spans
+CALL, WAIT, ENCODE, DECODE, JOIN, ENGINE_COMM, STRATEGY_COMM = range(7)  # kinds of spans
 
-# (kind, its collective's place in `ops` or its bucket, start, end, on the thread that trains)
+# (kind, its collective's index in `ops` or its bucket, start, end, on the training thread)
 RawSpan = tuple[int, int, int, int, bool]
 
-Plan = list[tuple[int, list[str]]]  # of each bucket: its bytes, and the parameters in it
+RecordedPlan = list[tuple[int, list[str]]]  # of each bucket: its bytes, and the parameters in it
 
 
 class Op:
-    """A collective as this rank saw it."""
+    """A collective, as this rank saw it."""
 
     __slots__ = ("bucket", "called", "done", "index", "name", "num_bytes", "seen")
 
     def __init__(
         self, index: int, bucket: int, name: str, num_bytes: int, called: int, done: int = 0, seen: bool = False
     ) -> None:
-        self.index = index  # its place in the step's `ops`: the same on all ranks
+        self.index = index  # in the step's `ops`: the same on all ranks
         self.bucket = bucket  # -1: of no bucket
         self.name = name
-        self.num_bytes = num_bytes  # that this rank sends, at the least
+        self.num_bytes = num_bytes  # the least that this rank sends
         self.called = called
-        self.done = done  # when it was first known to be over; 0: not yet
-        self.seen = seen  # somebody waited for it, so that this is when it was over
+        self.done = done  # when it was first known to have ended; 0: not yet
+        self.seen = seen  # a thread waited for it, so `done` is when it ended
 
 
 class RawStep:
-    """The notes of one step."""
+    """The raw marks of one step. The names of the fields are those of the file format."""
 
     __slots__ = (
         "backward",
         "end",
         "gradients",
         "has_data",
-        "heard",
         "hook_ns",
         "opened",
         "ops",
         "optimizer",
         "plan",
+        "rank_timings",
         "ready",
+        "sent",
         "spans",
         "staleness",
         "start",
@@ -61,20 +62,21 @@ class RawStep:
         self.step = -1
         self.start = start
         self.end = 0
-        self.opened = 0
-        self.backward = 0  # when autograd was done
-        self.hook_ns = 0  # in the hooks of gradients, all that happens there included
+        self.opened = 0  # when the first gradient came
+        self.backward = 0  # when autograd finished
+        self.hook_ns = 0  # spent in gradient hooks, whatever they do
         self.optimizer = (0, 0)
-        self.plan = 0  # the number of the plan (`planned` calls so far)
+        self.plan = 0  # the number of the plan (`buckets_planned` calls before)
         self.weight = 1.0
         self.has_data = True
         self.staleness: float | None = None
+        self.sent = 0  # bytes sent outside the collectives in `ops`, as the strategy counts them
         self.ready: list[tuple[int, int]] = []  # (bucket, when)
         self.ops: list[Op] = []
         self.spans: list[RawSpan] = []
-        self.gradients: list[tuple[str, int]] = []  # (parameter, when); only if asked for
-        # What every rank said of this step one later. Not kept in files: there every rank has its own notes.
-        self.heard: list[Told] | None = None
+        self.gradients: list[tuple[str, int]] = []  # (parameter, when); only where the recorder is `detailed`
+        # Every rank's timing of this step, from the headers of the next one. Not saved: every rank saves its own steps.
+        self.rank_timings: list[PreviousStepTiming] | None = None
 
     def to_json(self) -> str:
         """One line."""
@@ -91,6 +93,7 @@ class RawStep:
                 "weight": self.weight,
                 "has_data": self.has_data,
                 "staleness": self.staleness,
+                "sent": self.sent,
                 "ready": self.ready,
                 "ops": [[op.bucket, op.name, op.num_bytes, op.called, op.done, op.seen] for op in self.ops],
                 "spans": self.spans,
@@ -101,10 +104,11 @@ class RawStep:
 
     @staticmethod
     def from_json(saved: dict[str, Any]) -> RawStep:
-        """Take back what a line of ``to_json`` holds."""
+        """Restore a step from a parsed line of ``to_json``."""
         raw = RawStep(saved["start"])
         for name in ("step", "end", "opened", "backward", "hook_ns", "plan", "weight", "has_data", "staleness"):
             setattr(raw, name, saved[name])
+        raw.sent = saved.get("sent", 0)
         raw.optimizer = tuple(saved["optimizer"])
         raw.ready = [tuple(each) for each in saved["ready"]]
         raw.ops = [Op(index, *each) for index, each in enumerate(saved["ops"])]

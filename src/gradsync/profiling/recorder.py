@@ -1,8 +1,8 @@
-"""The recorder: always on, and cheap. It keeps the notes of the last steps and works nothing out before it is asked.
+"""The recorder: always on, and cheap. It keeps the raw marks of the last steps and computes records only on request.
 
-[Note: one step late] How long a rank was stopped, it sees itself. *Why* it was stopped, only the others know: a
-collective waits for its slowest rank first, and only then does data move. So each rank's header, which goes round
-anyway, says when that rank was where in the step before: a record is complete one step late, and costs no collective.
+[Note: one step late] A rank sees itself how long it stalled. *Why* it stalled only the other ranks know: a collective
+first waits for its slowest rank, and only then does data move. So each rank's step header, which is exchanged anyway,
+holds the timing of that rank's previous step. A record is therefore complete one step late, and costs no collective.
 """
 
 from __future__ import annotations
@@ -15,32 +15,43 @@ from threading import get_ident
 from typing import Any
 
 from gradsync.comm.base import Communicator, Work
-from gradsync.header import NOTHING_TOLD, Header, Told
-from gradsync.profiling.clocks import Clocks
-from gradsync.profiling.parts import build, last_begun, told_starts
-from gradsync.profiling.raw import CALL, DECODE, ENCODE, JOIN, MEETING, OTHER, WAIT, Op, Plan, RawStep
+from gradsync.profiling.clocks import ClockOffsets
+from gradsync.profiling.instrumented import InstrumentedComm
+from gradsync.profiling.interface import Recording
+from gradsync.profiling.parts import build_record, last_bucket_start, last_rank_starts
+from gradsync.profiling.raw import (
+    CALL,
+    DECODE,
+    ENCODE,
+    ENGINE_COMM,
+    JOIN,
+    STRATEGY_COMM,
+    WAIT,
+    Op,
+    RawStep,
+    RecordedPlan,
+)
 from gradsync.profiling.record import PARTS, Breakdown, StepRecord
-from gradsync.profiling.seam import Recording
-from gradsync.profiling.watched import Watched
+from gradsync.replicas.header import NO_TIMING, Header, PreviousStepTiming
 
 log = logging.getLogger("gradsync")
 
 KEEP_STEPS = 256  # more => longer means, more memory: about 10 KB a step of 20 buckets
-WARM_UP_STEPS = 2  # buckets are laid out anew after the first; neither it nor the next is like the others
-SEEN_NS = 20_000  # a wait longer than this was one
-ASK_NS = 3_000_000  # how often collectives are asked whether they are over, at the most: to ask may be to read them
+WARM_UP_STEPS = 2  # buckets are rebuilt after the first step; neither it nor the next is typical
+MIN_WAIT_NS = 20_000  # a call that takes longer has waited
+POLL_INTERVAL_NS = 3_000_000  # collectives are polled for completion at most this often, as polling may read sockets
 
 Listener = Callable[[StepRecord], None]
 Sink = Callable[[RawStep], None]
 
 
 class Recorder(Recording):
-    """Notes of the last steps of one synchronizer on this rank: ``sync.record``.
+    """Records the last steps of one synchronizer on this rank: ``sync.record``.
 
     Args:
         comm: only its rank and its number of ranks are read.
-        clocks: what the other ranks' clocks say when this one's says something.
-        keep: how many steps are kept.
+        clocks: the offsets of the ranks' clocks.
+        keep: how many steps are kept. More => longer means, more memory.
 
     >>> import gradsync, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -53,187 +64,189 @@ class Recorder(Recording):
     >>> sync.close()
     """
 
-    def __init__(self, comm: Communicator, clocks: Clocks, *, keep: int = KEEP_STEPS) -> None:
+    def __init__(self, comm: Communicator, clocks: ClockOffsets, *, keep: int = KEEP_STEPS) -> None:
         if keep < 1:
             raise ValueError(f"expected at least 1 step to keep; got {keep=}.")
         self.rank = comm.rank
         self.world_size = comm.world_size
         self.clocks = clocks
-        self.detailed = False  # also note when each single gradient came
-        self.plans: list[Plan] = []  # those that there were, by number
+        self.detailed = False  # also record when each single gradient came
+        self.plans: list[RecordedPlan] = []  # all bucket plans so far, by number
         self.num_steps = 0
-        self._kept: deque[RawStep] = deque(maxlen=keep)
+        self._steps: deque[RawStep] = deque(maxlen=keep)
         self._listeners: list[Listener] = []
         self._sinks: list[Sink] = []
         self._stop_after: tuple[int, type[BaseException]] | None = None
-        self._beside = 0  # the thread that reduces beside the one that trains
-        self._pending: deque[tuple[Work, Op]] = deque()  # collectives that can be asked for free whether they are over
-        self._asked = 0  # when they were
+        self._background_thread = 0  # the id of the thread that reduces buckets, if there is one
+        self._pending: deque[tuple[Work, Op]] = deque()  # running collectives whose done() costs nothing
+        self._polled_ns = 0  # when they were last polled
         self._reset(self.now())
-        self._last_words = NOTHING_TOLD
+        self._last_timing = NO_TIMING
 
     def _reset(self, start: int) -> None:
         """Begin a step."""
         self._raw = RawStep(start)
-        self._bucket = -1  # that a reducer is at work on...
-        self._run = 0  # ...since when, if it has not started a collective since
-        self._stopped_ns = 0  # of the thread that trains, in collectives
+        self._bucket = -1  # the bucket that a reducer works on...
+        self._run = 0  # ...since when; 0 once it has started a collective
+        self._stalled_ns = 0  # time of the training thread in collectives
         self._pending.clear()
 
-    # -- what is noted --------------------------------------------------------------------------------------------
+    # -- events of the engine -------------------------------------------------------------------------------------
 
-    now = staticmethod(time.perf_counter_ns)  # asked some hundred times a step: without a frame of Python's
+    now = staticmethod(time.perf_counter_ns)  # called some hundred times a step: so without a Python frame
 
-    def hooked(self, entered: int, name: str = "") -> None:
+    def grad_hook_ended(self, entered: int, name: str = "") -> None:
         left = self.now()
         raw = self._raw
         raw.hook_ns += left - entered
         if self.detailed and name:
             raw.gradients.append((name, entered))
         pending = self._pending
-        if left - self._asked < ASK_NS:
+        if left - self._polled_ns < POLL_INTERVAL_NS:
             return
-        self._asked = left
+        self._polled_ns = left
         while pending and pending[0][0].done():
             op = pending.popleft()[1]
             op.done = op.done or left
 
-    def planned(self, buckets: Sequence[Any]) -> None:
+    def buckets_planned(self, buckets: Sequence[Any]) -> None:
         self.plans.append([(bucket.num_bytes, [slot.name for slot in bucket.slots]) for bucket in buckets])
 
-    def opened(self, step: int, *, has_data: bool) -> None:
+    def backward_started(self, step: int, *, has_data: bool) -> None:
         raw = self._raw
         raw.opened, raw.step, raw.has_data, raw.plan = self.now(), step, has_data, len(self.plans) - 1
 
-    def ready(self, bucket: int) -> None:
+    def bucket_ready(self, bucket: int) -> None:
         self._raw.ready.append((bucket, self.now()))
 
-    def ended_backward(self) -> None:
+    def backward_ended(self) -> None:
         self._raw.backward = self.now()
 
-    def optimized(self, entered: int) -> None:
+    def optimizer_stepped(self, entered: int) -> None:
         self._raw.optimizer = (entered, self.now())
 
-    def spent(self, entered: int) -> None:
-        self._spend(OTHER, entered)
+    def engine_communicated(self, entered: int) -> None:
+        self._add_communication(ENGINE_COMM, entered)
 
-    def met(self, entered: int) -> None:
-        self._spend(MEETING, entered)
+    def strategy_communicated(self, entered: int) -> None:
+        self._add_communication(STRATEGY_COMM, entered)
 
-    def _spend(self, kind: int, entered: int) -> None:
+    def _add_communication(self, kind: int, entered: int) -> None:
         left = self.now()
         self._raw.spans.append((kind, -1, entered, left, True))
-        self._stopped_ns += left - entered
+        self._stalled_ns += left - entered
 
-    def stale(self, steps: float) -> None:
+    def set_staleness(self, steps: float) -> None:
         self._raw.staleness = steps
 
     # -- collectives ----------------------------------------------------------------------------------------------
 
-    def watch(self, comm: Communicator) -> Communicator:
-        return Watched(comm, self)
+    def instrument(self, comm: Communicator) -> Communicator:
+        return InstrumentedComm(comm, self)
 
     def begin(self, name: str, num_bytes: int) -> Op:
-        """A collective begins; what its reducer did until now was to encode."""
+        """A collective begins. Until now its reducer was encoding."""
         raw, called = self._raw, self.now()
         if self._run:
-            raw.spans.append((ENCODE, self._bucket, self._run, called, get_ident() != self._beside))
+            raw.spans.append((ENCODE, self._bucket, self._run, called, get_ident() != self._background_thread))
             self._run = 0
         op = Op(len(raw.ops), self._bucket, name, num_bytes, called)
         raw.ops.append(op)
         return op
 
-    def begun(self, op: Op, work: Work, *, finished: bool, may_ask: bool) -> None:
-        """Starting a collective has returned."""
+    def begun(self, op: Op, work: Work, *, finished: bool, may_poll: bool) -> None:
+        """The call that starts a collective has returned."""
         left = self.now()
-        self._stop(CALL, op, op.called, left)
+        self._add_stall(CALL, op, op.called, left)
         if finished:
             op.done, op.seen = left, True
-        elif may_ask:
+        elif may_poll:
             self._pending.append((work, op))
 
     def waited(self, op: Op, entered: int) -> None:
-        """Somebody has waited for a collective."""
+        """A thread has waited for a collective."""
         left = self.now()
-        self._stop(WAIT, op, entered, left)
+        self._add_stall(WAIT, op, entered, left)
         if not op.done:
-            op.done, op.seen = left, left - entered > SEEN_NS
+            op.done, op.seen = left, left - entered > MIN_WAIT_NS
 
-    def asked(self, op: Op, entered: int, *, is_done: bool) -> None:
-        """Somebody has asked whether a collective is over."""
+    def polled(self, op: Op, entered: int, *, is_done: bool) -> None:
+        """A thread has polled a collective for completion."""
         left = self.now()
-        if left - entered > SEEN_NS:  # it was moved on
-            self._stop(WAIT, op, entered, left)
+        if left - entered > MIN_WAIT_NS:  # polling has moved data
+            self._add_stall(WAIT, op, entered, left)
         if is_done and not op.done:
             op.done = left
 
-    def _stop(self, kind: int, op: Op, entered: int, left: int) -> None:
+    def _add_stall(self, kind: int, op: Op, entered: int, left: int) -> None:
         ops = self._raw.ops
         if op.index >= len(ops) or ops[op.index] is not op:
-            return  # of a backward that came to no end
-        trains = get_ident() != self._beside
+            return  # it belongs to a backward that did not complete
+        trains = get_ident() != self._background_thread
         self._raw.spans.append((kind, op.index, entered, left, trains))
         if trains:
-            self._stopped_ns += left - entered
+            self._stalled_ns += left - entered
 
-    def resume(self, bucket: int) -> None:
+    def reducer_resumed(self, bucket: int) -> None:
         self._bucket, self._run = bucket, self.now()
 
-    def pause(self) -> None:
+    def reducer_paused(self) -> None:
         if self._run:
-            trains = get_ident() != self._beside
+            trains = get_ident() != self._background_thread
             self._raw.spans.append((DECODE, self._bucket, self._run, self.now(), trains))
         self._bucket, self._run = -1, 0
 
-    def beside(self) -> None:
-        self._beside = get_ident()
+    def background_thread_started(self) -> None:
+        self._background_thread = get_ident()
 
-    def joined(self, entered: int) -> None:
+    def background_thread_joined(self, entered: int) -> None:
         left = self.now()
         spans = self._raw.spans
         for kind, _, start, end, trains in spans:
             if not trains and kind in (CALL, WAIT):
-                self._stopped_ns += max(0, min(left, end) - max(entered, start))
+                self._stalled_ns += max(0, min(left, end) - max(entered, start))
         spans.append((JOIN, -1, entered, left, True))
-        self._beside = 0
+        self._background_thread = 0
 
     # -- the end of a step ----------------------------------------------------------------------------------------
 
-    def told(self) -> Told:
-        return self._last_words
+    def previous_step(self) -> PreviousStepTiming:
+        return self._last_timing
 
-    def ended_step(self, headers: Sequence[Header], *, weight: float) -> None:
-        raw, stopped_ns = self._raw, self._stopped_ns
+    def step_ended(self, headers: Sequence[Header], *, weight: float) -> None:
+        raw, stalled_ns = self._raw, self._stalled_ns
         raw.end = self.now()
         self._reset(raw.end)
-        self._conclude(raw, headers, weight=weight, stopped_ns=stopped_ns)
+        self._finish_step(raw, headers, weight=weight, stalled_ns=stalled_ns)
 
-    def _conclude(self, raw: RawStep, headers: Sequence[Header], *, weight: float, stopped_ns: int) -> None:
-        """All marks of a step are known: keep it, and pass it on."""
+    def _finish_step(self, raw: RawStep, headers: Sequence[Header], *, weight: float, stalled_ns: int) -> None:
+        """Keep a step whose marks are all known, and pass it on."""
         raw.weight = weight
-        self._hear(headers)
-        busy_ns = raw.end - raw.start - stopped_ns
+        self._take_timings(headers)
+        busy_ns = raw.end - raw.start - stalled_ns
         here = self.clocks.offset_ns(self.rank)
-        self._last_words = Told(raw.step, (raw.opened + here) / 1e3, (last_begun(raw) + here) / 1e3, busy_ns / 1e3)
-        self._kept.append(raw)
+        self._last_timing = PreviousStepTiming(
+            raw.step, (raw.opened + here) / 1e3, (last_bucket_start(raw) + here) / 1e3, busy_ns / 1e3
+        )
+        self._steps.append(raw)
         self.num_steps += 1
         for sink in self._sinks:
             sink(raw)
-        if self.world_size == 1 or not headers:  # nobody will say anything
-            raw.heard = []
-            self._tell(raw)
+        if self.world_size == 1 or not headers:  # no other rank will send its timing
+            raw.rank_timings = []
+            self._notify(raw)
         if self._stop_after is not None and self.num_steps >= self._stop_after[0]:
             raise self._stop_after[1]()
 
-    def _hear(self, headers: Sequence[Header]) -> None:
-        """What all ranks say of the step before; see [Note: one step late]."""
-        of = {header.told.step for header in headers}
-        last = next((raw for raw in reversed(self._kept) if raw.step in of), None)
+    def _take_timings(self, headers: Sequence[Header]) -> None:
+        """Complete the previous step with the timings in all ranks' headers. See [Note: one step late]."""
+        of = {header.previous_step.step for header in headers}
+        last = next((raw for raw in reversed(self._steps) if raw.step in of), None)
         if last is not None and len(of) == 1 and len(headers) == self.world_size:
-            last.heard = [header.told for header in headers]
-            self._tell(last)
+            last.rank_timings = [header.previous_step for header in headers]
+            self._notify(last)
 
-    def _tell(self, raw: RawStep) -> None:
+    def _notify(self, raw: RawStep) -> None:
         if not self._listeners:
             return
         record = self._record(raw)
@@ -242,31 +255,29 @@ class Recorder(Recording):
                 listener(record)
             except Exception:  # a dashboard that is down must not end a training
                 self._listeners.remove(listener)
-                log.exception("%r failed at step %d, and is told of no more steps", listener, raw.step)
+                log.exception("%r failed at step %d, and is called for no more steps", listener, raw.step)
 
-    # -- what is asked for ----------------------------------------------------------------------------------------
+    # -- queries --------------------------------------------------------------------------------------------------
 
     def steps(self) -> list[StepRecord]:
-        """The kept steps whose records are complete, the oldest first: all but the last one, with several ranks."""
-        return [self._record(raw) for raw in self._kept if raw.heard is not None]
+        """The kept steps whose records are complete, the oldest first: with several ranks, all but the last one."""
+        return [self._record(raw) for raw in self._steps if raw.rank_timings is not None]
 
     def breakdown(self) -> Breakdown:
-        """The mean of the typical steps: without the first two, and without those that something else held up."""
+        """The mean of the typical steps: without the first two, and without those that something else delayed."""
         return Breakdown.mean([step.parts for step in typical(self.steps())])
 
     def busy_s(self) -> list[float]:
-        """How long each rank itself needed for a step, by the mean of the kept ones; empty before anything is known."""
-        heard = [raw.heard for raw in self._kept if raw.heard and raw.step >= self._first_typical()]
-        return (
-            [sum(each[rank].busy_us for each in heard) / len(heard) / 1e6 for rank in range(len(heard[0]))]
-            if heard
-            else []
-        )
+        """How long each rank itself needed for a step: the mean of the kept ones; empty before one is complete."""
+        first = self._first_typical()
+        steps = [raw.rank_timings for raw in self._steps if raw.rank_timings and raw.step >= first]
+        num_ranks = len(steps[0]) if steps else 0
+        return [sum(timings[rank].busy_us for timings in steps) / len(steps) / 1e6 for rank in range(num_ranks)]
 
     def on_step(self, listener: Listener) -> Callable[[], None]:
-        """Call ``listener(record)`` once each step's record is complete; returns what takes it off again.
+        """Call ``listener(record)`` once each step's record is complete; returns a function that removes it again.
 
-        It runs within ``backward()``: be quick. One that raises is taken off, and the log says so.
+        It runs within ``backward()``, so it should be quick. A listener that raises is removed, and the log says so.
 
         >>> import gradsync, torch
         >>> model = torch.nn.Linear(2, 1)
@@ -281,11 +292,11 @@ class Recorder(Recording):
         return lambda: self._listeners.remove(listener) if listener in self._listeners else None
 
     def send_to(self, sink: Sink) -> None:
-        """Hand the notes of every step over, raw and at once: to a file."""
+        """Call ``sink(raw_step)`` at the end of every step: for files."""
         self._sinks.append(sink)
 
     def stop_after(self, num_steps: int, error: type[BaseException]) -> None:
-        """Raise ``error()`` at the end of so many steps: out of ``backward()``, at the same one on all ranks."""
+        """Raise ``error()`` out of the ``backward()`` that ends step ``num_steps``, the same one on all ranks."""
         self._stop_after = (num_steps, error)
 
     def stats(self) -> dict[str, Any]:
@@ -299,15 +310,15 @@ class Recorder(Recording):
         }
 
     def _first_typical(self) -> int:
-        return self._kept[0].step + (WARM_UP_STEPS if self.num_steps <= len(self._kept) else 0) if self._kept else 0
+        return self._steps[0].step + (WARM_UP_STEPS if self.num_steps <= len(self._steps) else 0) if self._steps else 0
 
     def _record(self, raw: RawStep) -> StepRecord:
         here = self.clocks.offset_ns(self.rank)
-        return build(raw, told_starts(raw, self.rank, here), self.plans, rank=self.rank, offset_ns=here)
+        return build_record(raw, last_rank_starts(raw, self.rank, here), self.plans, rank=self.rank, offset_ns=here)
 
 
 def typical(steps: Sequence[StepRecord]) -> list[StepRecord]:
-    """Those that tell what a step costs: not the first two of a run, nor any of more than twice the median.
+    """The steps that show what a step costs: not the first two of a run, nor any longer than twice the median.
 
     (An evaluation or a checkpoint between two steps makes one of them long.)
     """

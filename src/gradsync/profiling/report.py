@@ -1,4 +1,4 @@
-"""The report of a run: one HTML page with all its data inside, which asks nobody for anything."""
+"""The report of a run: one HTML page that contains all its data and loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 from gradsync.profiling.record import PARTS, StepRecord
 from gradsync.profiling.run import Run
-from gradsync.profiling.summary import Summary, moving_rate, summarize, verdict
+from gradsync.profiling.summary import RunSummary, moving_rate, summarize, verdict
 
-MOST_STEPS = 400  # in the breakdown: of more, evenly chosen ones
+MAX_STEPS = 400  # in the breakdown: of more, evenly chosen ones
 TIMELINES = 5  # steps whose timeline is shown
-MOST_RANKS = 32  # in a timeline
+MAX_RANKS = 32  # in a timeline
 
 
 def write_report(
@@ -23,22 +23,22 @@ def write_report(
     path: Path | str,
     *,
     advice: dict[str, Any] | None = None,
-    surroundings: dict[str, Any] | None = None,
+    environment: dict[str, Any] | None = None,
     note: str = "",
     title: str = "",
 ) -> None:
     """Write the report of a run.
 
     Args:
-        run: what was recorded.
-        path: where to.
-        advice: what the adviser said, by its ``as_dict``, or ``{"problem": why it said nothing}``.
-        surroundings: the measured network, under the key ``network``.
-        note: something that the reader must know first.
-        title: of the page; what ran unless said.
+        run: the recorded run.
+        path: the file to write.
+        advice: ``Advice.as_dict()``, or ``{"problem": "why there is none"}``.
+        environment: the measured network, under the key ``network``.
+        note: shown at the top of the page.
+        title: of the page; default: the strategy and the number of workers.
     """
     summary = summarize(run)
-    data = report_data(run, summary, advice=advice, surroundings=surroundings, note=note)
+    data = report_data(run, summary, advice=advice, environment=environment, note=note)
     page = importlib.resources.files("gradsync.profiling").joinpath("report.html").read_text()
     shown = title or f"{summary.strategy}, {summary.world_size} worker{'s' if summary.world_size != 1 else ''}"
     page = page.replace("{{title}}", html.escape(shown)).replace("{{data}}", inside_script(data))
@@ -47,15 +47,15 @@ def write_report(
 
 def report_data(
     run: Run,
-    summary: Summary,
+    summary: RunSummary,
     *,
     advice: dict[str, Any] | None = None,
-    surroundings: dict[str, Any] | None = None,
+    environment: dict[str, Any] | None = None,
     note: str = "",
 ) -> dict[str, Any]:
-    """What the page shows, as plain data. Times in it are milliseconds."""
+    """The data of the page. Times in it are milliseconds."""
     known = advice if advice is not None and "rows" in advice else None
-    network = (surroundings or {}).get("network")
+    network = (environment or {}).get("network")
     return {
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "note": note,
@@ -75,7 +75,7 @@ def report_data(
 def _steps(run: Run) -> list[dict[str, Any]]:
     """The breakdown of every step, by rank."""
     numbers = sorted({step.step for steps in run.records.values() for step in steps})
-    every = max(1, -(-len(numbers) // MOST_STEPS))
+    every = max(1, -(-len(numbers) // MAX_STEPS))
     chosen = set(numbers[::every])
     return [
         {
@@ -92,12 +92,12 @@ def _steps(run: Run) -> list[dict[str, Any]]:
 
 
 def _timelines(run: Run) -> list[dict[str, Any]]:
-    """Some steps that every rank has completed: among the typical ones, the median, and the shortest and longest."""
+    """The median, shortest, longest and last of the typical steps that every rank has completed."""
     by_step: dict[int, dict[int, StepRecord]] = {}
-    for rank in run.notes:
+    for rank in run.raw:
         for step in run.typical(rank):
             by_step.setdefault(step.step, {})[rank] = step
-    whole = {number: ranks for number, ranks in by_step.items() if len(ranks) == len(run.notes)} or by_step
+    whole = {number: ranks for number, ranks in by_step.items() if len(ranks) == len(run.raw)} or by_step
     order = sorted(whole, key=lambda number: max(step.step_s for step in whole[number].values()))
     if not order:
         return []
@@ -113,7 +113,7 @@ def _timelines(run: Run) -> list[dict[str, Any]]:
 
 def _timeline(ranks: dict[int, StepRecord]) -> dict[str, Any]:
     zero_s = min(step.began_s for step in ranks.values())
-    shown = dict(list(ranks.items())[:MOST_RANKS])
+    shown = dict(list(ranks.items())[:MAX_RANKS])
     return {
         "length": max(_ms(step.began_s - zero_s + step.step_s) for step in ranks.values()),
         "left_out": len(ranks) - len(shown),
@@ -125,12 +125,10 @@ def _timeline(ranks: dict[int, StepRecord]) -> dict[str, Any]:
                 "parts": [_ms(getattr(step.parts, f"{part}_s")) for part in PARTS],
                 "spans": [
                     [span.kind, _ms(span.start_s), _ms(span.end_s), span.bucket, span.name, span.main]
+                    + ([] if span.all_started_s is None else [_ms(span.all_started_s)])
                     for span in step.spans
                 ],
-                "buckets": [
-                    [bucket.index, _ms(bucket.ready_s), _ms(bucket.all_started_s), _ms(bucket.done_s)]
-                    for bucket in step.buckets
-                ],
+                "buckets": [[bucket.index, _ms(bucket.ready_s)] for bucket in step.buckets],
             }
             for rank, step in shown.items()
         ],
@@ -142,5 +140,5 @@ def _ms(seconds: float) -> float:
 
 
 def inside_script(data: dict[str, Any]) -> str:
-    """JSON that can't end the script element that holds it."""
+    """JSON that can't close the script element that contains it."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c").replace("\u2028", "\\u2028")

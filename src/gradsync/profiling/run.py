@@ -1,73 +1,216 @@
-"""A recorded run: the notes of all its ranks, read together, so that each knows what it waited for."""
+"""Recorded runs: written to files while training (:class:`Writer`), and loaded from them (:func:`load`, :class:`Run`).
+
+Every rank appends one line a step to its own file, ``rank-<r>.jsonl``, so that the steps so far survive however a run
+ends. The first line of a file describes the rank (:class:`RankMeta`). A line ``{"layout": ...}`` follows whenever
+buckets are planned. All other lines are raw steps. A :class:`Run` compares the raw steps of all ranks to build their
+step records.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import os
+import platform
+import re
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from gradsync.profiling.clocks import narrowed
-from gradsync.profiling.files import Notes, RankMeta, clocks_of, read_folder
-from gradsync.profiling.parts import build
-from gradsync.profiling.raw import RawStep
+import torch
+from torch.nn import Parameter
+
+from gradsync.comm.base import Communicator
+from gradsync.profiling.clocks import ClockOffsets, narrow_offsets
+from gradsync.profiling.parts import build_record
+from gradsync.profiling.raw import RawStep, RecordedPlan
 from gradsync.profiling.record import StepRecord
 from gradsync.profiling.recorder import typical
 
+if TYPE_CHECKING:
+    from gradsync.profiling.recorder import Recorder
+
+
+FORMAT = 1
+NAME = re.compile(r"rank-(\d+)\.jsonl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMeta:
+    """The description of a rank, in the first line of its file."""
+
+    rank: int
+    world_size: int
+    host: str
+    strategy: str  # its spec
+    transport: str
+    why: str
+    threads: int
+    cores: int  # that this process may run on
+    bucket_bytes: int | None  # as the script set it; None: the strategy's default
+    offset_ns: int  # to rank 0's clock
+    error_ns: int
+    params: dict[str, tuple[tuple[int, ...], str]]  # by name: shape and dtype
+    versions: dict[str, str]
+
+
+class Writer:
+    """Appends one rank's raw steps to its file. The file is flushed at every step: a killed process loses nothing."""
+
+    def __init__(
+        self,
+        folder: Path,
+        recorder: Recorder,
+        comm: Communicator,
+        params: Mapping[str, Parameter],
+        *,
+        strategy: str,
+        sent: Callable[[], int] = lambda: 0,
+        bucket_bytes: int | None = None,
+        number: int = 0,
+    ) -> None:
+        # The first synchronizer is that of the script's main model; a second one (a GAN's) gets a folder of its own.
+        folder = folder if number == 0 else folder / f"synchronizer-{number}"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._recorder = recorder
+        self._num_plans = 0
+        self._sent = sent
+        self._file = (folder / f"rank-{comm.rank}.jsonl").open("w", buffering=1 << 16)
+        weakref.finalize(self, self._file.close)  # with the synchronizer, or at the end of the process
+        meta = RankMeta(
+            rank=comm.rank,
+            world_size=comm.world_size,
+            host=platform.node(),
+            strategy=strategy,
+            transport=comm.transport,
+            why=comm.why,
+            threads=torch.get_num_threads(),
+            cores=len(os.sched_getaffinity(0)),
+            bucket_bytes=bucket_bytes,
+            offset_ns=recorder.clocks.offset_ns(comm.rank),
+            error_ns=recorder.clocks.error_ns,
+            params={
+                name: (tuple(param.shape), str(param.dtype).removeprefix("torch."))
+                for name, param in params.items()
+                if param.requires_grad
+            },
+            versions={"torch": torch.__version__, "python": platform.python_version()},
+        )
+        self._write(json.dumps({"format": FORMAT, "meta": asdict(meta)}))
+
+    def __call__(self, raw: RawStep) -> None:
+        for plan in self._recorder.plans[self._num_plans :]:
+            self._write(json.dumps({"layout": plan}))
+        self._num_plans = len(self._recorder.plans)
+        if not raw.ops:  # messages outside the communicator, or exchanges between steps: only the strategy counts them
+            raw.sent = self._sent()
+        self._write(raw.to_json())
+
+    def _write(self, line: str) -> None:
+        self._file.write(line + "\n")
+        self._file.flush()
+
+
+@dataclass
+class RawRecords:
+    """The contents of one rank's file."""
+
+    meta: RankMeta
+    plans: list[RecordedPlan] = field(default_factory=list)
+    steps: dict[int, RawStep] = field(default_factory=dict)  # by number
+
+
+def read_raw_records(path: Path) -> RawRecords | None:
+    """Read a rank's file; None if the process ended before its first line. A truncated last line is ignored."""
+    found: RawRecords | None = None
+    for line in path.read_text().splitlines():
+        try:
+            data: dict[str, Any] = json.loads(line)
+        except json.JSONDecodeError:
+            break
+        if "meta" in data:
+            if data.get("format") != FORMAT:
+                raise ValueError(f"{path} has format {data.get('format')!r}; expected {FORMAT}. Record it again.")
+            params = {name: (tuple(shape), dtype) for name, (shape, dtype) in data["meta"].pop("params").items()}
+            found = RawRecords(RankMeta(**data["meta"], params=params))
+        elif found is None:
+            raise ValueError(f"{path} does not begin as the records of a rank do. Is it another file?")
+        elif "layout" in data:
+            found.plans.append([(num_bytes, list(names)) for num_bytes, names in data["layout"]])
+        else:
+            step = RawStep.from_json(data)
+            found.steps[step.step] = step
+    return found
+
+
+def read_folder(folder: Path) -> dict[int, RawRecords]:
+    """Read the files of all ranks in a folder, by rank."""
+    paths = {int(match[1]): path for path in sorted(folder.glob("rank-*.jsonl")) if (match := NAME.match(path.name))}
+    found = {rank: read_raw_records(path) for rank, path in sorted(paths.items())}
+    return {rank: raw for rank, raw in found.items() if raw is not None}
+
+
+def clock_offsets_of(raw: Mapping[int, RawRecords], world_size: int) -> ClockOffsets:
+    """The offsets of the ranks' clocks, as measured before the first step."""
+    offsets = [raw[rank].meta.offset_ns if rank in raw else 0 for rank in range(world_size)]
+    return ClockOffsets(tuple(offsets), max((each.meta.error_ns for each in raw.values()), default=0))
+
 
 class Run:
-    """What was recorded of a run, however it ended. Made by :func:`load`."""
+    """A recorded run, whether or not it came to its end. Made by :func:`load`."""
 
-    def __init__(self, notes: Mapping[int, Notes]) -> None:
-        if not notes:
-            raise ValueError("expected the notes of at least one rank; got none.")
-        self.notes = dict(sorted(notes.items()))
-        self.ranks: dict[int, RankMeta] = {rank: each.meta for rank, each in self.notes.items()}
+    def __init__(self, raw: Mapping[int, RawRecords]) -> None:
+        if not raw:
+            raise ValueError("expected the records of at least one rank; got none.")
+        self.raw = dict(sorted(raw.items()))
+        self.ranks: dict[int, RankMeta] = {rank: each.meta for rank, each in self.raw.items()}
         self.meta = next(iter(self.ranks.values()))
         self.world_size = self.meta.world_size
-        raws = {rank: each.steps for rank, each in self.notes.items()}
-        self.clocks = clocks_of(self.notes, self.world_size)
-        self._clocks_at = narrowed(self.clocks, raws)
+        raw_steps = {rank: each.steps for rank, each in self.raw.items()}
+        self.clocks = clock_offsets_of(self.raw, self.world_size)
+        self._offsets_at = narrow_offsets(self.clocks, raw_steps)
 
     @cached_property
     def records(self) -> dict[int, list[StepRecord]]:
-        """By rank, the steps that it has completed."""
+        """The completed steps of each rank."""
         return {
-            rank: [self._build(rank, raw) for _, raw in sorted(notes.steps.items())]
-            for rank, notes in self.notes.items()
+            rank: [self._build(rank, step) for _, step in sorted(each.steps.items())] for rank, each in self.raw.items()
         }
 
     def steps(self, rank: int) -> list[StepRecord]:
         return self.records[rank]
 
     def typical(self, rank: int) -> list[StepRecord]:
-        """The steps of a rank that tell what a step costs."""
+        """The typical steps of a rank: without warm-up and outliers."""
         return typical(self.records[rank])
 
     @property
     def num_steps(self) -> int:
         """How many steps every rank has completed."""
-        return min(len(notes.steps) for notes in self.notes.values())
+        return min(len(each.steps) for each in self.raw.values())
 
     def _build(self, rank: int, raw: RawStep) -> StepRecord:
-        clocks = self._clocks_at.get(raw.step, self.clocks)
+        clocks = self._offsets_at.get(raw.step, self.clocks)
         here = clocks.offset_ns(rank)
         called = [op.called + here for op in raw.ops]
-        for other, notes in self.notes.items():
-            theirs = notes.steps.get(raw.step)
+        for other, each in self.raw.items():
+            theirs = each.steps.get(raw.step)
             if theirs is None or len(theirs.ops) != len(raw.ops):
-                continue  # it was ended before, or its strategy has each rank go its own way
+                continue  # that rank ended before, or the strategy lets each rank communicate on its own
             there = clocks.offset_ns(other)
             called = [max(mine, op.called + there) for mine, op in zip(called, theirs.ops, strict=True)]
         starts = [when - here for when in called]
-        return build(raw, starts, self.notes[rank].plans, rank=rank, offset_ns=here)
+        return build_record(raw, starts, self.raw[rank].plans, rank=rank, offset_ns=here)
 
 
 def load(folder: Path | str) -> Run:
-    """Read what the workers of a run have recorded into a folder (``gradsync profile`` says where)."""
-    notes = read_folder(Path(folder))
-    if not notes:
+    """Load the run that its workers have recorded into a folder (``gradsync profile --record-dir``)."""
+    raw = read_folder(Path(folder))
+    if not raw:
         raise ValueError(
-            f"{folder} holds no notes of any rank: no worker came as far as gradsync.synchronize(). "
+            f"{folder} holds no records of any rank: no worker came as far as gradsync.synchronize(). "
             "Does the script call it?"
         )
-    return Run(notes)
+    return Run(raw)

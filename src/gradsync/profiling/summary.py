@@ -1,4 +1,4 @@
-"""What a recorded run comes to: means over its typical steps, rank by rank and bucket by bucket, and a verdict."""
+"""The summary of a recorded run: means over its typical steps, by rank and by bucket, and a verdict in one sentence."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 from gradsync.profiling.record import Breakdown, BucketRecord, StepRecord
 from gradsync.profiling.run import Run
 
-WORTH_NAMING = 0.05  # of a step: what costs less is not where its time goes
-SLOWER = 0.05  # than the others, by which a rank is called a straggler
-LEAST_BYTES = 1 << 16  # that a rate is told from: less shows the latency
+WORTH_NAMING = 0.05  # of a step: a smaller share of synchronization is not worth a change
+STRAGGLER_MARGIN = 0.05  # a rank that is slower than the quickest by more than this is a straggler
+BALANCE = "give it less of each batch, by `shard(..., balance=True)`, or see what else runs there"
+MIN_RATE_BYTES = 1 << 16  # a rate is computed from at least this many bytes: fewer show the latency
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,14 +23,14 @@ class RankSummary:
     rank: int
     host: str
     step_s: float
-    busy_s: float  # what it needed itself
-    slower: float  # than the quickest rank, by what part of its time: 0.25 is a quarter more
+    busy_s: float  # the time that it needed itself
+    slower: float  # by what share of the quickest rank's time: 0.25 is a quarter more
     parts: Breakdown
 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketSummary:
-    """A bucket in a typical step, by the mean over steps and ranks."""
+    """A bucket in a typical step: the mean over steps and ranks."""
 
     index: int
     num_bytes: int
@@ -44,22 +45,23 @@ class BucketSummary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Summary:
-    """What a run comes to. Made by :func:`summarize`."""
+class RunSummary:
+    """The figures of a run. Made by :func:`summarize`."""
 
     world_size: int
     num_hosts: int
     strategy: str
     transport: str
-    num_steps: int  # that were recorded on every rank
-    num_typical: int  # that the means are of
+    num_steps: int  # recorded on every rank
+    num_typical: int  # over which means are taken
     num_parameters: int
     gradient_bytes: int
     step_s: float
     parts: Breakdown  # the mean over the ranks
-    efficiency: float  # how much of the ranks' time goes into computing: 1 is perfect scaling
+    efficiency: float  # the share of the ranks' time that goes into computing: 1 is perfect scaling
     sent_bytes: float  # by a rank in a step
-    bytes_per_s: float | None  # while data moved; None where nobody waited for any
+    header_bytes: float  # of these, those that belong to no bucket
+    bytes_per_s: float | None  # while data moved; None where no rank waited for data
     staleness: float | None
     straggler: int | None
     ranks: tuple[RankSummary, ...]
@@ -70,9 +72,9 @@ class Summary:
         return asdict(self)
 
 
-def summarize(run: Run) -> Summary:
-    """The means of the typical steps of a run. ValueError if no rank has completed one."""
-    steps = {rank: run.typical(rank) for rank in run.notes}
+def summarize(run: Run) -> RunSummary:
+    """The means of the typical steps of a run. Raises ValueError if no rank has completed one."""
+    steps = {rank: run.typical(rank) for rank in run.raw}
     steps = {rank: found for rank, found in steps.items() if found}
     if not steps:
         raise ValueError("no rank has completed a step, so there is nothing to sum up.")
@@ -94,7 +96,7 @@ def summarize(run: Run) -> Summary:
     stale = [step.staleness for step in every if step.staleness is not None]
     slowest = max(ranks, key=lambda each: each.busy_s)
     shapes = run.meta.params.values()
-    return Summary(
+    return RunSummary(
         world_size=run.world_size,
         num_hosts=len({meta.host for meta in run.ranks.values()}),
         strategy=run.meta.strategy,
@@ -107,23 +109,30 @@ def summarize(run: Run) -> Summary:
         parts=mean,
         efficiency=mean.compute_s / mean.step_s if mean.step_s > 0.0 else 0.0,
         sent_bytes=sum(step.sent_bytes for step in every) / len(every),
+        header_bytes=sum(_of_no_bucket(step) for step in every) / len(every),
         bytes_per_s=_rate(every),
         staleness=sum(stale) / len(stale) if stale else None,
-        straggler=slowest.rank if slowest.slower > SLOWER and len(ranks) > 1 else None,
+        straggler=slowest.rank if slowest.slower > STRAGGLER_MARGIN and len(ranks) > 1 else None,
         ranks=ranks,
         buckets=_buckets(run, every),
     )
 
 
-def verdict(summary: Summary, advice: dict[str, Any] | None = None) -> str:
-    """The run in one sentence: what synchronization costs, what of it, and what to do.
+def _of_no_bucket(step: StepRecord) -> int:
+    """Bytes that are in the step's total and in no bucket; 0 where the strategy counts only the total."""
+    in_buckets = sum(bucket.sent_bytes for bucket in step.buckets)
+    return step.sent_bytes - in_buckets if in_buckets else 0
 
-    ``advice``: what the adviser said, by its ``as_dict``; without it no remedy is named.
+
+def verdict(summary: RunSummary, advice: dict[str, Any] | None = None) -> str:
+    """The run in one sentence: what synchronization costs, the main cause, and what to do.
+
+    ``advice``: ``Advice.as_dict()``; without it no remedy is named.
     """
     parts, step_s = summary.parts, summary.step_s
     share = parts.sync_s / step_s if step_s > 0.0 else 0.0
     if summary.world_size == 1:
-        return "one worker has nobody to synchronize with: start two or more to see what that costs"
+        return "one worker has no peers to synchronize with: start two or more to see what that costs"
     if share < WORTH_NAMING:
         return f"your step is {100 * parts.compute_s / step_s:.0f} % compute: change nothing"
     causes = {
@@ -140,25 +149,28 @@ def verdict(summary: Summary, advice: dict[str, Any] | None = None) -> str:
         text += ", not the stragglers"
     elif cause == "the stragglers":
         text += ", not the wire"
-    if cause == "the stragglers" and summary.straggler is not None:
-        slow = next(rank for rank in summary.ranks if rank.rank == summary.straggler)
+    slow = next((rank for rank in summary.ranks if rank.rank == summary.straggler), None)
+    if cause == "the stragglers" and slow is not None:
         text += f": rank {slow.rank} needs {100 * slow.slower:.0f} % more time than the quickest"
+        return f"{text}; {BALANCE}{_remedy(advice, also=True)}"
     return text + _remedy(advice)
 
 
-def _remedy(advice: dict[str, Any] | None) -> str:
-    if advice is None:
+def _remedy(advice: dict[str, Any] | None, *, also: bool = False) -> str:
+    """What the advisor recommends. ``also``: another remedy was named already, so "no other choice" is left out."""
+    if advice is None or (also and not advice["change"]):
         return ""
     if not advice["change"]:
         return "; no other choice would do much better"
     best = next(row for row in advice["rows"] if row["choice"] == advice["best"])
     risk = "" if best["exact"] else f" (risk to convergence: {best['risk']})"
-    return f"; `{best['choice']}` would take it to about {100 * best['share']:.0f} %{risk}"
+    alone = "alone " if also else ""
+    return f"; {alone}`{best['choice']}` would take it to about {100 * best['share']:.0f} %{risk}"
 
 
 def _buckets(run: Run, steps: Sequence[StepRecord]) -> tuple[BucketSummary, ...]:
     last = max(steps, key=lambda step: step.step)
-    plan = next((notes.plans[-1] for notes in run.notes.values() if notes.plans), [])
+    plan = next((raw.plans[-1] for raw in run.raw.values() if raw.plans), [])
     found = []
     for index in range(len(last.buckets)):
         same: list[BucketRecord] = [
@@ -189,13 +201,13 @@ def _buckets(run: Run, steps: Sequence[StepRecord]) -> tuple[BucketSummary, ...]
 
 
 def moving_rate(step: StepRecord) -> float | None:
-    """Bytes a second that a rank sent while its data moved, at the least; None where nobody waited for any.
+    """The bytes a second that a rank sent while its data moved, a lower bound; None where no thread waited for data.
 
-    When a collective was over is only known where somebody waited for it: the others are left out.
+    The end of a collective is known exactly only where a thread waited for it: the others are left out.
     """
     seen = [bucket for bucket in step.buckets if bucket.seen and bucket.wire_s > 0.0]
     sent, taken_s = sum(bucket.sent_bytes for bucket in seen), sum(bucket.wire_s for bucket in seen)
-    return sent / taken_s if sent >= LEAST_BYTES else None
+    return sent / taken_s if sent >= MIN_RATE_BYTES else None
 
 
 def _rate(steps: Sequence[StepRecord]) -> float | None:

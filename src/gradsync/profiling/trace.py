@@ -1,4 +1,4 @@
-"""A trace that Perfetto and chrome://tracing open: every rank a process, what trains and what moves in tracks of it."""
+"""A trace for Perfetto and chrome://tracing: every rank is a process, with tracks for training, stalls and reducing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from gradsync.profiling.record import PARTS, Span, StepRecord
 from gradsync.profiling.run import Run
 
-TRACKS = {1: "training", 2: "stopped by", 3: "reducing beside"}
+TRACKS = {1: "training", 2: "stalled by", 3: "background thread"}
 
 
 def write_trace(run: Run, path: Path | str) -> None:
@@ -20,7 +20,7 @@ def write_trace(run: Run, path: Path | str) -> None:
 
 
 def trace_events(records: Iterable[StepRecord]) -> Iterator[dict[str, Any]]:
-    """The events of some steps, in the format that Chrome's tracing began. Times are in microseconds.
+    """The events of some steps, in Chrome's trace event format. Times are in microseconds.
 
     >>> from gradsync.profiling import Breakdown, Span, StepRecord
     >>> from gradsync.profiling.trace import trace_events
@@ -45,7 +45,7 @@ def trace_events(records: Iterable[StepRecord]) -> Iterator[dict[str, Any]]:
         for number, span in enumerate(record.spans):
             name, about = _describe(span)
             start_us, taken_us = begin_us + span.start_s * 1e6, (span.end_s - span.start_s) * 1e6
-            if span.kind == "collective":  # several run at once, so they are no slices of one track
+            if span.kind == "collective":  # several run at once, so they can't be slices of one track
                 event = {"cat": "collective", "name": name, "pid": record.rank, "tid": 0}
                 event["id"] = f"{record.rank}/{record.step}/{number}"
                 yield {**event, "ph": "b", "ts": round(start_us, 3), "args": about}

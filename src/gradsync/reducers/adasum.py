@@ -1,19 +1,19 @@
-"""Adasum: gradients that agree are averaged, gradients that have nothing in common are added.
+"""Adasum: gradients that agree are averaged, orthogonal gradients are added.
 
-Of two gradients a and b the part that they share is counted once:
+The common part of two gradients a and b is counted once:
 
     adasum(a, b) = (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b
 
-for each parameter by itself. Equal gradients give just that gradient, orthogonal ones their sum. So the step grows with
-what the ranks have to say, and the learning rate of one rank stays right for many.
+for each parameter separately. Equal gradients give that gradient, orthogonal ones their sum. So the step grows with the
+diversity of the ranks' gradients, and the learning rate of one rank stays right for many.
 
-[Note: the tree] It is no sum: the order matters a little. Ranks are paired by a tree in rank order: at each level the
-first with the second, the third with the fourth, and so on; one that is left over goes up as it is. For five ranks:
-((0 1)(2 3)) 4.
+[Note: the tree] Adasum is not associative: the order matters a little. Ranks are combined by a tree in rank order: at
+each level the first with the second, the third with the fourth, and so on; an odd one moves up unchanged. For five
+ranks: ((0 1)(2 3)) 4.
 
-[Note: shards] Every rank gets everyone's values of its own shard of the bucket, and does the whole tree there. Only the
-products a·b, |a|² and |b|² need all of a parameter, so at each level the shards' parts of them are summed: three
-numbers a parameter and pair. A rank so sends about 2 (n - 1) / n buckets, whatever n is.
+[Note: shards] Every rank receives all ranks' values of its own shard of the bucket, and computes the whole tree for
+that shard. Only the products a·b, |a|² and |b|² need all of a parameter, so at each level the shards' parts of them are
+all-reduced: three numbers for each parameter and pair. So a rank sends about 2 (n - 1) / n buckets for any n.
 """
 
 from __future__ import annotations
@@ -24,149 +24,152 @@ import torch
 from torch import Tensor
 
 from gradsync import spec
-from gradsync.bucket import Bucket, BucketPlan
+from gradsync.buckets.bucket import Bucket, BucketPlan
+from gradsync.buckets.slot import Slot
 from gradsync.comm.base import Communicator, Finished, Work
 from gradsync.reducers.base import Reducer
 
 
-class _Desk:
-    """What one bucket needs on its way, kept from step to step."""
+class _BucketState:
+    """The buffers of one bucket, reused in every step."""
 
     def __init__(self, bucket: Bucket, world_size: int, rank: int) -> None:
         self.bucket = bucket
         numel = bucket.storage.numel()
         self.width = -(-numel // world_size)
         shape = (world_size, self.width)
-        self.given = torch.zeros(shape, dtype=bucket.storage.dtype, device=bucket.device)
-        self.got = torch.zeros_like(self.given)
-        # In between all is done in float64: a shard of it is small, and a product of many values needs it.
+        self.send = torch.zeros(shape, dtype=bucket.storage.dtype, device=bucket.device)
+        self.recv = torch.zeros_like(self.send)
+        # The tree is computed in float64: dot products of many values need it, and a shard is small.
         self.values = torch.zeros(shape, dtype=torch.float64, device=bucket.device)
         self.scratch = torch.zeros(self.width, dtype=torch.float64, device=bucket.device)
-        self.pieces = [
+        self.slot_ranges = [
             (slot.index, first, end)
             for slot in bucket.slots
-            for first, end in [self._within(slot.flat, bucket, rank)]
+            for first, end in [self._range_in_shard(slot.flat, bucket, rank)]
             if first < end
         ]
         start = bucket.buffer.numel() - rank * self.width
-        self.flags = (max(0, min(start, self.width)), max(0, min(numel - rank * self.width, self.width)))
+        self.flag_range = (max(0, min(start, self.width)), max(0, min(numel - rank * self.width, self.width)))
         self.products = torch.zeros(world_size // 2, len(bucket.slots), 3, dtype=torch.float64, device=bucket.device)
 
-    def _within(self, flat: Tensor, bucket: Bucket, rank: int) -> tuple[int, int]:
-        """A parameter's part of this rank's shard: from, to."""
+    def _range_in_shard(self, flat: Tensor, bucket: Bucket, rank: int) -> tuple[int, int]:
+        """The range (from, to) of a parameter within this rank's shard."""
         start = int(flat.storage_offset() - bucket.storage.storage_offset()) - rank * self.width
         return max(0, start), min(self.width, start + flat.numel())
 
 
 @spec.register("reducer", "adasum")
 class Adasum(Reducer):
-    """Adds up what is different in the ranks' gradients, and averages what is alike: see [Note: the tree].
+    """Adds the parts in which the ranks' gradients differ, and averages the common part: see [Note: the tree].
 
-    A rank's gradient counts as it is, whatever its weight; a rank without data (weight zero) is left out. Scale the
-    learning rate as for one rank.
+    Weights are ignored: each rank's own gradient counts once. A rank without data (weight zero) is left out. Use the
+    learning rate of one rank.
 
     >>> from gradsync.reducers.adasum import Adasum
-    >>> [Adasum().stages(world_size) for world_size in (1, 2, 5, 8)]  # one there, one a level, one back
+    >>> [Adasum().stages(world_size) for world_size in (1, 2, 5, 8)]  # all-to-all, one per level, all-gather
     [2, 3, 5, 5]
     """
 
-    num_stages = 3  # of two ranks
-    reads_fresh_gradients = True
+    num_stages = 3  # for two ranks
 
     def __init__(self) -> None:
         super().__init__()
-        self._desks: dict[int, _Desk] = {}
+        self._states: dict[int, _BucketState] = {}
 
     def stages(self, world_size: int) -> int:
         return 2 + (world_size - 1).bit_length()
 
     def attach(self, plan: BucketPlan, comm: Communicator) -> None:
         super().attach(plan, comm)
-        self._desks.clear()
+        self._states.clear()
+
+    def in_place_range(self, slot: Slot, comm: Communicator) -> tuple[int, int] | None:
+        return None if slot.is_small else (0, slot.flat.numel())
 
     def reduce(self, bucket: Bucket, comm: Communicator) -> Iterator[Work]:
         if comm.world_size == 1:
             yield from [Finished()] * self.stages(1)
             return
-        desk = self._desk_of(bucket, comm)
-        self._fill(desk, bucket)
-        yield comm.all_to_all(desk.given, out=desk.got)
-        desk.values.copy_(desk.got)
-        places = list(range(comm.world_size))  # the rows of `values` that are still to be combined
-        while len(places) > 1:
-            pairs = list(zip(places[::2], places[1::2], strict=False))
-            products = desk.products[: len(pairs)]
+        state = self._state_of(bucket, comm)
+        self._load_gradients(state, bucket)
+        yield comm.all_to_all(state.send, out=state.recv)
+        state.values.copy_(state.recv)
+        remaining = list(range(comm.world_size))  # the rows of `values` that are still to be combined
+        while len(remaining) > 1:
+            pairs = list(zip(remaining[::2], remaining[1::2], strict=False))
+            products = state.products[: len(pairs)]
             for (a, b), out in zip(pairs, products, strict=True):
-                _multiply(desk, desk.values[a], desk.values[b], out=out)
+                _dot_products(state, state.values[a], state.values[b], out=out)
             yield comm.all_reduce(products)
             for (a, b), product in zip(pairs, products, strict=True):
-                _combine(desk, desk.values[a], desk.values[b], product)
-            places = places[::2]
-        desk.given[0].copy_(desk.values[0])
-        yield comm.all_gather(desk.given[0], out=desk.got)
-        self._take(desk, bucket)
+                _combine(state, state.values[a], state.values[b], product)
+            remaining = remaining[::2]
+        state.send[0].copy_(state.values[0])
+        yield comm.all_gather(state.send[0], out=state.recv)
+        self._store_result(state, bucket)
 
-    def _fill(self, desk: _Desk, bucket: Bucket) -> None:
-        """What a rank found itself, not its share of a mean. Of a rank without data zeros: adasum(a, 0) = a."""
-        flat, numel = desk.given.view(-1), bucket.buffer.numel()
+    def _load_gradients(self, state: _BucketState, bucket: Bucket) -> None:
+        """Fill ``send`` with the rank's own, unweighted gradients; zeros for no data, because adasum(a, 0) = a."""
+        flat, numel = state.send.view(-1), bucket.buffer.numel()
         flat[: bucket.storage.numel()].copy_(bucket.storage)
         if bucket.factor not in (0.0, 1.0):
             flat[:numel].div_(bucket.factor)
         for slot in bucket.slots:
-            if slot.fresh is not None:  # not multiplied yet, so there is nothing to undo, and no rounding
+            if slot.external is not None:  # not multiplied yet, so there is nothing to undo, and no rounding
                 start = slot.start
                 flat[start : start + slot.flat.numel()].copy_(slot.source)
 
-    def _take(self, desk: _Desk, bucket: Bucket) -> None:
-        bucket.storage.copy_(desk.got.view(-1)[: bucket.storage.numel()])
+    def _store_result(self, state: _BucketState, bucket: Bucket) -> None:
+        bucket.storage.copy_(state.recv.view(-1)[: bucket.storage.numel()])
         if not _is_finite(bucket.buffer):
             self.nonfinite += [slot.name for slot in bucket.slots if not _is_finite(slot.flat)]
 
-    def _desk_of(self, bucket: Bucket, comm: Communicator) -> _Desk:
-        desk = self._desks.get(bucket.index)
-        if desk is None or desk.bucket is not bucket or desk.given.shape[0] != comm.world_size:
-            desk = self._desks[bucket.index] = _Desk(bucket, comm.world_size, comm.rank)
-        return desk
+    def _state_of(self, bucket: Bucket, comm: Communicator) -> _BucketState:
+        state = self._states.get(bucket.index)
+        if state is None or state.bucket is not bucket or state.send.shape[0] != comm.world_size:
+            state = self._states[bucket.index] = _BucketState(bucket, comm.world_size, comm.rank)
+        return state
 
     def bytes_sent(self, bucket: Bucket, world_size: int) -> int:
         if world_size == 1:
             return 0
         row_bytes = -(-bucket.storage.numel() // world_size) * bucket.storage.element_size()
-        total, places = 2 * (world_size - 1) * row_bytes, world_size
-        while places > 1:
-            total += 2 * (world_size - 1) * (places // 2) * len(bucket.slots) * 3 * 8 // world_size
-            places -= places // 2
+        total, remaining = 2 * (world_size - 1) * row_bytes, world_size
+        while remaining > 1:
+            total += 2 * (world_size - 1) * (remaining // 2) * len(bucket.slots) * 3 * 8 // world_size
+            remaining -= remaining // 2
         return total
 
 
-def _multiply(desk: _Desk, a: Tensor, b: Tensor, *, out: Tensor) -> None:
+def _dot_products(state: _BucketState, a: Tensor, b: Tensor, *, out: Tensor) -> None:
     """This shard's part of a·b, |a|² and |b|², for each parameter.
 
-    All three are summed up in one place: in BLAS the order of a sum depends on where its values lie, and then equal
-    gradients would not give equal products.
+    All three products are summed in the same scratch memory: the order of a BLAS sum depends on the alignment of its
+    values, so equal gradients at different addresses would not give equal products.
     """
     out.zero_()
-    for index, first, end in desk.pieces:
-        one, other, scratch = a[first:end], b[first:end], desk.scratch[first:end]
+    for index, first, end in state.slot_ranges:
+        one, other, scratch = a[first:end], b[first:end], state.scratch[first:end]
         for place, (x, y) in enumerate(((one, other), (one, one), (other, other))):
             torch.sum(torch.mul(x, y, out=scratch), 0, out=out[index, place])
 
 
-def _combine(desk: _Desk, a: Tensor, b: Tensor, products: Tensor) -> None:
+def _combine(state: _BucketState, a: Tensor, b: Tensor, products: Tensor) -> None:
     """Overwrite ``a`` with adasum(a, b), and its flags with their sum."""
-    gains = _gains(products).tolist()
-    for index, first, end in desk.pieces:
-        gain_a, gain_b = gains[index]
-        scaled = torch.mul(b[first:end], gain_b, out=desk.scratch[first:end])
-        torch.add(scaled, a[first:end], alpha=gain_a, out=a[first:end])
-    first, end = desk.flags
+    coefficients = _coefficients(products).tolist()
+    for index, first, end in state.slot_ranges:
+        coef_a, coef_b = coefficients[index]
+        scaled = torch.mul(b[first:end], coef_b, out=state.scratch[first:end])
+        torch.add(scaled, a[first:end], alpha=coef_a, out=a[first:end])
+    first, end = state.flag_range
     a[first:end] += b[first:end]
 
 
-def _gains(products: Tensor) -> Tensor:
-    """What a and b are multiplied by. One that is zero leaves the other as it is; NaN goes through."""
-    along, squares = products[:, :1], products[:, 1:]
-    return 1.0 - along / torch.where(squares == 0.0, 1.0, 2.0 * squares)
+def _coefficients(products: Tensor) -> Tensor:
+    """The factors of a and b. If one of them is zero, the other is unchanged; NaN is propagated."""
+    dots, squares = products[:, :1], products[:, 1:]
+    return 1.0 - dots / torch.where(squares == 0.0, 1.0, 2.0 * squares)
 
 
 def _is_finite(values: Tensor) -> bool:

@@ -1,10 +1,10 @@
-"""The seam for how one bucket becomes its mean: ``Reducer``, and the ``Driver`` that walks reducers in one fixed order.
+"""How one bucket becomes its mean: the interface ``Reducer``, and the ``Driver`` that runs reducers in one fixed order.
 
 [Note: one fixed sequence] Two Gloo ranks that start equal-sized all-reduces in opposite order silently get each other's
-sums. So a reducer never starts a collective from a completion callback. It is a generator: each ``yield`` hands over a
-collective that it has started, and the code behind the yield runs when that one is done. The driver resumes the
-generators in an order that depends only on the plan: by (bucket + stage), then stage. Readiness can hold the walk up;
-it can never change its order.
+sums. So a reducer never starts a collective from a completion callback. It is a generator: it starts a collective and
+yields it, and the code after the ``yield`` runs when that collective is done. The driver resumes the generators in an
+order that depends only on the plan: by (bucket + stage), then stage. A bucket that is not ready yet delays the
+collectives after it, but never changes their order.
 """
 
 from __future__ import annotations
@@ -16,61 +16,80 @@ from typing import Any
 from torch import Tensor
 
 from gradsync import spec
-from gradsync.bucket import BUCKET_BYTES, Bucket, BucketPlan
+from gradsync.buckets.bucket import BUCKET_BYTES, Bucket, BucketPlan
+from gradsync.buckets.slot import Slot
 from gradsync.comm.base import Communicator, Work
-from gradsync.profiling.seam import SILENT, Recording
-from gradsync.slot import Slot
+from gradsync.profiling.interface import NOT_RECORDING, Recording
 
 
 class Reducer(abc.ABC):
-    """Turns a sealed bucket into its sum over the ranks, in place. (Sealed with its weight, that is the mean.)"""
+    """Turns a finalized bucket into its sum over the ranks, in place. (Values are weighted: the sum is the mean.)"""
 
     num_stages: int = 1  # how many collectives `reduce` yields, for every bucket on every rank
-    bucket_bytes: int = BUCKET_BYTES  # how large it likes its buckets, unless the user says
-    reads_fresh_gradients: bool = False  # by `slot.source`: the engine need not copy them into the bucket first
-    reads_small_gradients: bool = False  # the small ones, too, which else are copied together
+    bucket_bytes: int = BUCKET_BYTES  # the default size of its buckets
 
     def __init__(self) -> None:
         self.slots: dict[str, Slot] = {}
-        self.nonfinite: list[str] = []  # parameters whose mean came out with NaN or inf, for reducers that look
+        self.nonfinite: list[str] = []  # parameters whose mean has NaN or inf; set by reducers that check
 
     def attach(self, plan: BucketPlan, comm: Communicator) -> None:
-        """Take the plan, and again after it has changed."""
+        """Prepare for a plan. Called again after the plan has changed."""
         self.slots = {slot.name: slot for bucket in plan.buckets for slot in bucket.slots}
+        self.place_gradients(plan, comm)
+
+    def place_gradients(self, plan: BucketPlan, comm: Communicator) -> None:
+        """Set ``in_place`` of every slot: the values that the engine does not copy into the bucket."""
+        for bucket in plan.buckets:
+            for slot in bucket.slots:
+                slot.in_place = None if comm.world_size == 1 else self.in_place_range(slot, comm)
+
+    def in_place_range(self, slot: Slot, comm: Communicator) -> tuple[int, int] | None:
+        """The range (from, to) of a gradient's values that this reducer reads from ``slot.source``, autograd's tensor.
+
+        None: the whole gradient is copied into the bucket first. Values that are read in place save the copy, and must
+        be multiplied by ``slot.source_gain``.
+        """
+        return None
 
     def stages(self, world_size: int) -> int:
-        """``num_stages``, for a reducer in which it depends on the number of ranks."""
+        """The number of stages with ``world_size`` ranks. Default: ``num_stages``."""
         return self.num_stages
 
     def end_step(self, *, finite: bool) -> None:
-        """All buckets of a backward are reduced: keep what it has changed, or not if the means were not finite."""
+        """Commit the state that a backward has changed, or drop the changes if its means were not finite.
+
+        Called after all buckets of the backward are reduced.
+        """
         self.nonfinite = []
 
     @abc.abstractmethod
     def reduce(self, bucket: Bucket, comm: Communicator) -> Iterator[Work]:
-        """Overwrite ``bucket.buffer`` and ``bucket.flags`` with their sums; yield each collective once it runs."""
+        """Overwrite ``bucket.buffer`` and ``bucket.flags`` with their sums; yield each collective after starting it."""
 
     @abc.abstractmethod
     def bytes_sent(self, bucket: Bucket, world_size: int) -> int:
-        """The bytes that this rank puts on the wire for a bucket, headers and all."""
+        """The bytes that this rank puts on the wire for a bucket, headers included."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What must survive a restart, keyed by parameter name; what is this rank's alone under the key "own"."""
+        """The state that a restart needs, by parameter name. State of this rank alone is under the key "own".
+
+        Its keys and shapes are the same before the first step as after it: see engine/saved_state.py.
+        """
         return {}
 
     def unsent(self) -> dict[str, Tensor]:
-        """What this rank still owes the others, by parameter name and in its shape. To be read before the next step."""
+        """This rank's error-feedback residuals, by parameter name and shape. Valid until the next step."""
         return {}
 
     def codecs(self) -> dict[str, str]:
-        """For each parameter the codec that it travels by, as a spec; empty for a reducer that has none."""
+        """The codec of each parameter, as a spec, by parameter name; empty for a reducer without codecs."""
         return {}
 
     def redistribute(self, states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
-        """This rank's state, made of those that all ranks of a run with another number of them have saved.
+        """This rank's state, from the saved states of all ranks of a run with another number of ranks.
 
-        [Note: nothing is lost] What is a rank's own stands under "own" and may be added up: old rank q's goes to rank
-        q mod world_size. All else is the same on every rank.
+        [Note: nothing is lost] State of one rank alone is under "own" and may be added up: that of old rank q goes to
+        rank q mod world_size. All other state is the same on every rank.
         """
         merged = dict(states[0])
         if "own" in merged:
@@ -79,7 +98,7 @@ class Reducer(abc.ABC):
         return merged
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what ``state_dict`` gave."""
+        """Load a state that ``state_dict`` returned."""
         if state:
             raise ValueError(
                 f"{type(self).__name__} keeps no state; got {sorted(state)}. Was it saved by another reducer?"
@@ -98,9 +117,11 @@ def _added_up(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 class Driver:
-    """Walks the (bucket, stage) pairs of one backward in their fixed order, as far as it can without blocking."""
+    """Runs the (bucket, stage) pairs of one backward in their fixed order, as far as possible without blocking."""
 
-    def __init__(self, reducer: Reducer, comm: Communicator, num_buckets: int, recorder: Recording = SILENT) -> None:
+    def __init__(
+        self, reducer: Reducer, comm: Communicator, num_buckets: int, recorder: Recording = NOT_RECORDING
+    ) -> None:
         self._reducer = reducer
         self._comm = comm
         self._recorder = recorder
@@ -112,17 +133,17 @@ class Driver:
         self._ready: dict[int, Bucket] = {}
 
     def add(self, bucket: Bucket) -> None:
-        """Say that a bucket is sealed; it is launched when its turn comes."""
+        """Add a finalized bucket. Its collectives start when the sequence reaches it."""
         self._ready[bucket.index] = bucket
         self.advance()
 
     def advance(self) -> None:
-        """Start every collective whose turn has come and whose input is there. Does not block."""
+        """Start every collective that is next in the sequence and whose input is ready. Does not block."""
         while self._next < len(self._sequence) and self._start(block=False):
             self._next += 1
 
     def drain(self) -> None:
-        """Start what is left and wait for everything. Every bucket must have been added."""
+        """Start the remaining collectives, and wait for all of them. Every bucket must have been added."""
         while self._next < len(self._sequence):
             started = self._start(block=True)
             assert started, "drain() comes after every bucket was added"
@@ -131,7 +152,7 @@ class Driver:
             self._finish(index)
 
     def abandon(self) -> None:
-        """The backward will not come to its end: let go."""
+        """Drop the running reducers: the backward was abandoned."""
         self._running.clear()
 
     def _start(self, *, block: bool) -> bool:
@@ -149,17 +170,17 @@ class Driver:
         return True
 
     def _resume(self, index: int, generator: Iterator[Work]) -> Work:
-        """Let a bucket's reducer go on to its next collective."""
-        self._recorder.resume(index)
+        """Resume a bucket's reducer until it has started its next collective."""
+        self._recorder.reducer_resumed(index)
         work = next(generator)
-        self._recorder.pause()
+        self._recorder.reducer_paused()
         return work
 
     def _finish(self, index: int) -> None:
-        """Wait for a bucket's last collective, and do what stands behind its last yield."""
+        """Wait for a bucket's last collective, and run the code after the reducer's last yield."""
         generator, work = self._running.pop(index)
         work.wait()
-        self._recorder.resume(index)
+        self._recorder.reducer_resumed(index)
         rest = next(generator, None)
-        self._recorder.pause()
+        self._recorder.reducer_paused()
         assert rest is None, "a reducer yields num_stages collectives"

@@ -1,4 +1,4 @@
-"""Sparse gradients (``Embedding(sparse=True)``): every rank gathers every rank's rows, and sums them."""
+"""Sparse gradients (``Embedding(sparse=True)``): every rank gathers the rows of all ranks, and sums them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradsync.buckets.slot import SparseSlot
 from gradsync.comm.base import Communicator
-from gradsync.slot import SparseSlot
 
-UNUSED = -1  # in place of a row count: this rank has no gradient for the parameter
+UNUSED = -1  # instead of a row count: this rank has no gradient for the parameter
 
 
 def sum_sparse(slots: Sequence[SparseSlot], factor: float, comm: Communicator) -> None:
-    """Overwrite each ``.grad`` with the sum over the ranks of ``factor`` times it; None where no rank had one. Blocks.
+    """Overwrite each ``.grad`` with the sum over ranks of ``factor * grad``; None where no rank has one. Blocks.
 
     All ranks sum the same rows in the same order, so they get the same bits.
     """
@@ -32,7 +32,7 @@ def sum_sparse(slots: Sequence[SparseSlot], factor: float, comm: Communicator) -
             continue
         slot.param.grad = _sum_rows(slot, grad, per_rank, factor, comm)
     for slot in slots:
-        slot.restore()
+        slot.unstash()
 
 
 def _sum_rows(slot: SparseSlot, grad: Tensor | None, per_rank: list[int], factor: float, comm: Communicator) -> Tensor:
@@ -42,7 +42,7 @@ def _sum_rows(slot: SparseSlot, grad: Tensor | None, per_rank: list[int], factor
     row_shape = param.shape[sparse_dims:]
     indices = torch.zeros(sparse_dims, most, dtype=torch.int64, device=param.device)
     values = torch.zeros(most, *row_shape, dtype=param.dtype, device=param.device)
-    if grad is not None and factor != 0.0:  # a rank of weight zero gives rows of zeros, whatever it computed
+    if grad is not None and factor != 0.0:  # a rank of weight zero contributes zeros, whatever it computed
         indices[:, : grad._nnz()] = grad.indices()
         torch.mul(grad.values(), factor, out=values[: grad._nnz()])
     all_indices = torch.empty(comm.world_size, *indices.shape, dtype=torch.int64, device=param.device)

@@ -1,4 +1,4 @@
-"""When workers talk: a file a strategy. ``resolve_strategy`` turns a name or a spec into one."""
+"""Strategies: when workers communicate, and about what. ``resolve_strategy`` turns a name or a spec into one."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import logging
 from gradsync import spec
 from gradsync.strategies.allreduce import AllReduce
 from gradsync.strategies.auto import Auto
-from gradsync.strategies.base import Strategy, Verdict
-from gradsync.strategies.diloco import DiLoCo
-from gradsync.strategies.gossip import Gossip
+from gradsync.strategies.base import Placement, Strategy, Verdict
+from gradsync.strategies.gossip.strategy import Gossip
 from gradsync.strategies.hogwild import Hogwild
-from gradsync.strategies.local_sgd import LocalSGD
 from gradsync.strategies.onebit_adam import OneBitAdam
-from gradsync.strategies.parameter_server import ParameterServer
+from gradsync.strategies.parameter_server.strategy import ParameterServer
+from gradsync.strategies.periodic.diloco import DiLoCo
+from gradsync.strategies.periodic.local_sgd import LocalSGD
 
 __all__ = [
     "AllReduce",
@@ -24,6 +24,7 @@ __all__ = [
     "LocalSGD",
     "OneBitAdam",
     "ParameterServer",
+    "Placement",
     "Strategy",
     "Verdict",
     "override_strategy",

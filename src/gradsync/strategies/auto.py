@@ -1,7 +1,7 @@
-"""Exact at first; then what the adviser finds the fastest of what the user allows.
+"""The strategy ``auto``: exact all-reduce at first, then the fastest allowed strategy, as the advisor predicts.
 
-The steps are timed by what the engine calls anyway. After some of them all ranks measure the network together, rank 0
-asks the adviser, and its answer goes to all: so all switch, or none, after the same step.
+Steps are timed at the calls that the engine makes anyway. After some steps all ranks measure the network together,
+rank 0 asks the advisor, and broadcasts the answer: so all ranks switch after the same step, or none does.
 """
 
 from __future__ import annotations
@@ -16,45 +16,45 @@ from typing import Any
 import torch
 
 from gradsync import spec
-from gradsync.bucket import Bucket, BucketPlan, plan_buckets
+from gradsync.buckets.bucket import Bucket, BucketPlan, plan_buckets
+from gradsync.comm.allreduce.autotune import autotune, hosts_of
+from gradsync.comm.allreduce.selector import SelectedAllReduce
+from gradsync.comm.allreduce.table import FORMAT, Table, parse_tables
 from gradsync.comm.base import Communicator
-from gradsync.comm.choice import FORMAT, Table, parse_tables
-from gradsync.comm.chosen import Chosen
-from gradsync.comm.fastest import fastest, hosts_of
-from gradsync.comm.hosts import ranks_by_host
 from gradsync.comm.objects import broadcast_object
-from gradsync.header import Header, Round
-from gradsync.profiling.seam import SILENT, Recording
-from gradsync.slot import SparseSlot
+from gradsync.comm.topology import ranks_by_host
+from gradsync.profiling.interface import NOT_RECORDING, Recording
+from gradsync.replicas.header import Header, StepHeaders
+from gradsync.replicas.training import Training
 from gradsync.strategies.allreduce import AllReduce
-from gradsync.strategies.base import Strategy, Verdict
-from gradsync.training import Training
+from gradsync.strategies.base import OwnStep, Placement, Strategy, Verdict
+from gradsync.strategies.gradient_sync import ForwardingSync, GradientSync
 
 log = logging.getLogger("gradsync")
 
-WARM_UP_STEPS = 3  # buckets are laid out anew after the first, and kernels are compiled
+WARM_UP_STEPS = 3  # not measured: the bucket layout changes after the first step, and kernels are compiled
 
 
-class _Clock:
-    """When what happened in a step, and the steps that are known."""
+class _StepTimer:
+    """Times the events of each step: ``backward_start``, ``ready`` of each bucket, ``backward_end``, ``step_end``."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, Any]] = []
         self._now: dict[str, Any] = {}
         self._began_s: float | None = None
 
-    def note(self, what: str) -> None:
+    def mark(self, what: str) -> None:
         if self._began_s is not None:
             self._now[what] = time.perf_counter() - self._began_s
 
-    def bucket(self, index: int) -> None:
+    def mark_bucket(self, index: int) -> None:
         if self._began_s is not None:
             self._now.setdefault("ready", {})[index] = time.perf_counter() - self._began_s
 
-    def end(self) -> None:
-        """The optimizer has stepped: what was noted is a step, if all of it was, and the next begins."""
-        self.note("end")
-        if {"opened", "ready", "waited", "end"} <= set(self._now):
+    def end_step(self) -> None:
+        """The optimizer has stepped: keep the step if all of its events were marked, and begin the next."""
+        self.mark("step_end")
+        if {"backward_start", "ready", "backward_end", "step_end"} <= set(self._now):
             self.steps.append(self._now)
         self._now, self._began_s = {}, time.perf_counter()
 
@@ -67,14 +67,14 @@ class _Clock:
 
 @spec.register("strategy", "auto")
 class Auto(Strategy):
-    """Start exact, measure some steps, then switch to what the adviser recommends; the log says to what and why.
+    """Start exact, measure some steps, then switch to what the advisor recommends; the log says to what and why.
 
     Args:
-        allow: "exact": the maths stays the same, and only how it is done may change (the size of buckets; between three
-            ranks or more, the all-reduce's algorithm). Or a list of specs that may be taken as well:
+        allow: "exact": the result stays the same, and only its computation may change (the size of buckets; with three
+            ranks or more, the all-reduce algorithm). Or a list of specs that may be chosen as well:
             ``["allreduce(codec=int8)", "diloco(every=50)"]``.
-        steps: that are measured before it decides. More => a steadier picture, and a later change.
-        seconds: that measuring the network may take, once. All ranks stand still meanwhile.
+        steps: measured before the decision. More => steadier figures, and a later change.
+        seconds: the time for measuring the network, once. All ranks wait meanwhile.
 
     >>> import gradsync, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -95,18 +95,20 @@ class Auto(Strategy):
             raise ValueError(f"seconds must be above 0; got {seconds=}.")
         self.steps, self.seconds = steps, seconds
         self._allow = allow if isinstance(allow, str) else [spec.resolve(each, "strategy") for each in allow]
-        self._recorder: Recording = SILENT
-        self._inner: Strategy = AllReduce()
+        self._recorder: Recording = NOT_RECORDING
+        exact = AllReduce()
+        self._inner: Strategy = exact
         self._decided = False
-        self._all_have_data = False  # at the last backward; all ranks know alike
+        self._all_have_data = False  # at the last backward; the same on all ranks
         self._why = "measuring: exact so far"
-        self._clock = _Clock()
+        self._timer = _StepTimer()
+        self._timed_sync = _TimedSync(exact.sync, self, self._timer)
         self._training: Training | None = None
-        self._wrapped: Chosen | None = None
-        self._table: Table | None = None  # the all-reduce algorithm, where another than the transport's own is faster
+        self._wrapped: SelectedAllReduce | None = None
+        self._table: Table | None = None  # the all-reduce algorithms, if others than the transport's own are faster
 
     def spec_arguments(self) -> dict[str, Any]:
-        """What it was made with, for specs."""
+        """The arguments for its spec."""
         return {"allow": self._allow, "steps": self.steps, "seconds": self.seconds}
 
     # -- the decision ---------------------------------------------------------------------------------------------
@@ -115,23 +117,23 @@ class Auto(Strategy):
         self._inner.after_step(step)
         if self._decided:
             return
-        self._clock.end()
-        # A rank without data takes part in backwards, but not in steps: it would not be here to decide.
-        if step >= WARM_UP_STEPS + self.steps and self._clock.steps and self._all_have_data:
+        self._timer.end_step()
+        # A rank without data takes part in backwards, but not in steps: it would be missing in _decide().
+        if step >= WARM_UP_STEPS + self.steps and self._timer.steps and self._all_have_data:
             self._decide()
 
     def _decide(self) -> None:
-        """Measure, ask, and switch. Blocks: every rank is here after the same step."""
+        """Measure, ask the advisor, and switch. Blocks: all ranks call it after the same step."""
         from gradsync.advisor import Choice, measure_costs, measure_network  # it imports the strategies
 
         self._decided = True
         if self.comm.world_size == 1:
             self._why = "one worker: nothing to choose"
             return
-        self._clock.steps = self._clock.steps[-self.steps :]
+        self._timer.steps = self._timer.steps[-self.steps :]
         choices, measured = self._choices(), self._measured(max(map(len, ranks_by_host(hosts_of(self.comm)))))
         network = recorded_on = measure_network(self.comm, seconds=self.seconds)
-        self._table = _same_everywhere(self.comm, fastest(self.comm, max(b.num_bytes for b in self.plan.buckets)))
+        self._table = _broadcast_table(self.comm, autotune(self.comm, max(b.num_bytes for b in self.plan.buckets)))
         if self._table is not None:
             self.attach(self.plan, self.comm)
             network = measure_network(self.comm, seconds=self.seconds)
@@ -144,7 +146,7 @@ class Auto(Strategy):
         if chosen != measured.choice:
             self._switch(chosen.strategy, chosen.bucket_bytes)
         if self.comm.rank == 0:
-            log.info("auto, after %d steps: %s", len(self._clock.steps), self._why)
+            log.info("auto, after %d steps: %s", len(self._timer.steps), self._why)
 
     def _ask(self, measured: Any, network: Any, recorded_on: Any, costs: Any, choices: Any) -> list[Any]:
         from gradsync.advisor import advise
@@ -152,14 +154,14 @@ class Auto(Strategy):
         allow = "exact" if isinstance(self._allow, str) else [spec.render(each) for each in self._allow]
         advice = advise(measured, network, costs=costs, allow=allow, choices=choices, recorded_on=recorded_on)
         best = advice.best.choice
-        said = f"{best} (a step of {advice.now.step_s * 1e3:.0f} ms, {advice.best.step_s * 1e3:.0f} expected)"
-        why = f"{said}: {advice.sentence}" if advice.change else f"exact all-reduce stays: {advice.sentence}"
+        choice = f"{best} (a step of {advice.now.step_s * 1e3:.0f} ms, {advice.best.step_s * 1e3:.0f} expected)"
+        why = f"{choice}: {advice.sentence}" if advice.change else f"exact all-reduce stays: {advice.sentence}"
         if self._table is not None:
             why = f"all-reduces by {self._table.rules[-1][1]}, which is faster here; {why}"
         return [best.strategy, best.bucket_bytes, why]
 
     def _choices(self) -> list[Any]:
-        """What may be chosen: sizes of buckets, unless the user has said one, and the specs that are allowed."""
+        """What may be chosen: bucket sizes, unless the user has set one, and the allowed specs."""
         from gradsync.advisor import Choice, default_choices
 
         found = [Choice("allreduce")]
@@ -171,21 +173,22 @@ class Auto(Strategy):
         return found
 
     def _measured(self, ranks_per_host: int) -> Any:
-        """The typical step of this rank, as the adviser reads it."""
+        """The typical step of this rank, as the advisor reads it."""
         from gradsync.advisor import Measurement
         from gradsync.advisor.measurement import gradients_of
 
-        clock, buckets = self._clock, self.plan.buckets
-        opened, waited, end = (clock.median(what) for what in ("opened", "waited", "end"))
-        ready = {bucket.slots[-1].name: max(opened, clock.ready(bucket.index)) for bucket in buckets}
-        last = min(waited, max(ready.values()))
+        timer, buckets = self._timer, self.plan.buckets
+        backward_start, backward_end = timer.median("backward_start"), timer.median("backward_end")
+        step_end = timer.median("step_end")
+        ready = {bucket.slots[-1].name: max(backward_start, timer.ready(bucket.index)) for bucket in buckets}
+        last = min(backward_end, max(ready.values()))
         params = [(slot.name, slot.param) for bucket in buckets for slot in bucket.slots]
         return Measurement(
             gradients=gradients_of(params, ready),
-            forward_s=opened,
-            backward_s=last - opened,
-            exposed_s=waited - last,
-            after_s=max(0.0, end - waited),
+            forward_s=backward_start,
+            backward_s=last - backward_start,
+            exposed_s=backward_end - last,
+            after_s=max(0.0, step_end - backward_end),
             world_size=self.comm.world_size,
             ranks_per_host=ranks_per_host,
             cores_per_host=len(os.sched_getaffinity(0)),
@@ -196,29 +199,13 @@ class Auto(Strategy):
         before, self._inner = self._inner, spec.parse(strategy, "strategy")
         before.close()
         self._inner.recorder = self._recorder
-        assert self._training is not None, "meet() comes first"
-        self._inner.meet(self._training)
+        assert self._training is not None, "setup() comes first"
+        self._inner.setup(self._training)
         self._inner.attach(self.plan, self.comm)
-        # Buckets are laid out anew before the next backward, if this is not their size already.
+        # The engine changes the bucket layout before the next backward, if this is not its size already.
         self.wanted_bucket_bytes = self._inner.bucket_bytes if bucket_bytes is None else bucket_bytes
 
-    # -- the seam: what the inner strategy does, and when ---------------------------------------------------------
-
-    @property
-    def together(self) -> bool:  # type: ignore[override]
-        return self._inner.together
-
-    @property
-    def steps_itself(self) -> bool:  # type: ignore[override]
-        return self._inner.steps_itself
-
-    @property
-    def reads_fresh_gradients(self) -> bool:  # type: ignore[override]
-        return self._inner.reads_fresh_gradients
-
-    @property
-    def reads_small_gradients(self) -> bool:  # type: ignore[override]
-        return self._inner.reads_small_gradients
+    # -- forwarded to the inner strategy --------------------------------------------------------------------------
 
     @property
     def recorder(self) -> Recording:
@@ -228,50 +215,43 @@ class Auto(Strategy):
     def recorder(self, recorder: Recording) -> None:
         self._recorder = self._inner.recorder = recorder
 
-    def meet(self, training: Training) -> None:
+    def setup(self, training: Training) -> None:
         self._training = training
-        self._inner.meet(training)
+        self._inner.setup(training)
         for strategy in [] if isinstance(self._allow, str) else self._allow:
-            strategy.meet(training)  # what it can't do is refused now, and not in the middle of a run
+            strategy.setup(training)  # so that it refuses what it can't do now, and not in the middle of a run
 
     def attach(self, plan: BucketPlan, comm: Communicator) -> None:
-        if self._table is not None and not isinstance(comm, Chosen):
-            comm = self._wrapped = self._wrapped or Chosen(comm, [self._table], hosts_of(comm))
+        if self._table is not None and not isinstance(comm, SelectedAllReduce):
+            comm = self._wrapped = self._wrapped or SelectedAllReduce(comm, [self._table], hosts_of(comm))
         if not self._decided:
-            self._clock.steps.clear()  # they had other buckets
+            self._timer.steps.clear()  # they were measured with other buckets
         super().attach(plan, comm)
         self._inner.attach(plan, comm)
 
-    def open(self, header: Header) -> None:
-        self._clock.note("opened")
-        self._inner.open(header)
+    def gradient_sync(self, step: int) -> GradientSync | None:
+        inner = self._inner.gradient_sync(step)
+        if inner is None or self._decided:
+            return inner
+        self._timed_sync.inner = inner
+        return self._timed_sync
 
-    def round(self, *, block: bool) -> Round | None:
-        return self._inner.round(block=block)
+    def note_headers(self, headers: StepHeaders) -> None:
+        """A measured backward is about to end, with these headers."""
+        self._all_have_data = len(headers.with_data) == self.comm.world_size
 
-    def on_bucket_ready(self, bucket: Bucket) -> None:
-        self._clock.bucket(bucket.index)
-        self._inner.on_bucket_ready(bucket)
+    def end_local_backward(self, header: Header) -> None:
+        self._inner.end_local_backward(header)
 
-    def on_sparse(self, slots: Sequence[SparseSlot], factor: float) -> None:
-        self._inner.on_sparse(slots, factor)
-
-    def advance(self) -> None:
-        self._inner.advance()
-
-    def after_backward(self) -> None:
-        if not self._decided:
-            round = self._inner.round(block=True)
-            self._all_have_data = round is not None and len(round.with_data) == self.comm.world_size
-        self._inner.after_backward()
-        self._clock.note("waited")
+    def own_step(self) -> OwnStep | None:
+        return self._inner.own_step()
 
     def before_step(self, step: int) -> Verdict:
         return self._inner.before_step(step)
 
     def skipped_step(self, step: int) -> None:
         self._inner.skipped_step(step)
-        self._clock.end()
+        self._timer.end_step()
 
     def settle(self) -> None:
         self._inner.settle()
@@ -301,7 +281,7 @@ class Auto(Strategy):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if set(state) != {"chosen", "why", "algorithms", "inner"}:
             raise ValueError(f"expected the state of auto; got {sorted(state)}. Saved by another strategy?")
-        if state["chosen"] is not None:  # what was decided stays so; the buckets come with the engine's state
+        if state["chosen"] is not None:  # the decision stays; the buckets come with the engine's state
             self._decided, self._why = True, state["why"]
             if state["algorithms"] is not None:
                 (self._table,) = parse_tables({"format": FORMAT, "tables": [state["algorithms"]]})
@@ -318,12 +298,37 @@ class Auto(Strategy):
         merged = inner.redistribute([state["inner"] for state in states], rank, world_size)
         return {**states[0], "inner": merged}
 
-    def is_own(self, state: dict[str, Any]) -> bool:
-        inner = self._inner if state["chosen"] is None else spec.parse(state["chosen"], "strategy")
-        return bool(inner.is_own(state["inner"]))
+    def placement(self, path: tuple[str, ...]) -> Placement:
+        if path[0] in ("chosen", "why"):
+            return Placement.SHARED
+        return Placement.VARYING  # the state of another strategy, once one is chosen
 
 
-def _same_everywhere(comm: Communicator, table: Table | None) -> Table | None:
-    """Rank 0's table: its machine's name is in it, and must not be each rank's own."""
-    told = broadcast_object(comm, None if table is None else table.as_json(), src=0)
-    return None if told is None else parse_tables({"format": FORMAT, "tables": [told]})[0]
+def _broadcast_table(comm: Communicator, table: Table | None) -> Table | None:
+    """Rank 0's table, on all ranks: a table holds a machine's name, and must be the same everywhere."""
+    received = broadcast_object(comm, None if table is None else table.as_json(), src=0)
+    return None if received is None else parse_tables({"format": FORMAT, "tables": [received]})[0]
+
+
+class _TimedSync(ForwardingSync):
+    """The gradient sync of the steps that are measured: it marks their events in the timer."""
+
+    def __init__(self, inner: GradientSync, strategy: Auto, timer: _StepTimer) -> None:
+        super().__init__(inner)
+        self._strategy = strategy
+        self._timer = timer
+
+    def begin_step(self, header: Header) -> None:
+        self._timer.mark("backward_start")
+        super().begin_step(header)
+
+    def launch(self, bucket: Bucket) -> None:
+        self._timer.mark_bucket(bucket.index)
+        super().launch(bucket)
+
+    def finish(self) -> None:
+        headers = self.headers(block=True)
+        assert headers is not None
+        self._strategy.note_headers(headers)
+        super().finish()
+        self._timer.mark("backward_end")

@@ -1,91 +1,93 @@
-"""The seam for when workers talk, and about what: ``Strategy``."""
+"""The interface for when workers communicate, and about what: ``Strategy``."""
 
 from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gradsync import spec
-from gradsync.bucket import BUCKET_BYTES, Bucket, BucketPlan
+from gradsync.buckets.bucket import BUCKET_BYTES, BucketPlan
 from gradsync.comm.base import Communicator
-from gradsync.header import Header, Round
-from gradsync.profiling.seam import SILENT, Recording
-from gradsync.slot import SparseSlot
-from gradsync.training import Training
+from gradsync.profiling.interface import NOT_RECORDING, Recording
+from gradsync.replicas.header import Header
+from gradsync.replicas.training import Training
+from gradsync.strategies.gradient_sync import GradientSync
 
 
 class Verdict(enum.Enum):
     """What becomes of an ``optimizer.step()``."""
 
     APPLY = "apply"  # the user's optimizer does it
-    DISCARD = "discard"  # nobody does: the gradients are dropped
+    DISCARD = "discard"  # no optimizer does it: the gradients are dropped
     DONE_ELSEWHERE = "done elsewhere"  # a server has done it, and the parameters are already there
 
 
-class Strategy(abc.ABC):
-    """When workers talk. The engine calls these in this order, and knows nothing of what they do.
+OwnStep = Callable[[int], Verdict]
 
-    In a backward that synchronizes: ``open``, then ``on_bucket_ready`` for every bucket in plan order, ``advance`` as
-    often as it likes in between, ``on_sparse``, ``after_backward``. Then ``before_step`` and ``after_step`` around the
-    optimizer's step: once for each synchronizing backward, however often the loop calls ``step()``.
+
+class Placement(enum.Enum):
+    """Where a part of a strategy's state is saved."""
+
+    SHARED = "shared"  # it is the same on every rank
+    OWN = "own"  # it is one rank's alone; its keys, and the shapes of its tensors, are there from the start
+    VARYING = "varying"  # it is one rank's alone, and its keys come and go: it is saved as one entry
+
+
+class Strategy(abc.ABC):
+    """When workers communicate, and about what. The engine calls these methods, and knows nothing of what they do.
+
+    At the start ``setup``, then ``attach``. In every synchronizing backward the engine asks for ``gradient_sync``: it
+    averages the gradients over the ranks while backward runs. Where there is none the gradients stay with their rank,
+    and ``end_local_backward`` is called. Then ``before_step`` and ``after_step`` around the optimizer's step: once for
+    each synchronizing backward, however often the loop calls ``step()``.
 
     >>> import gradsync
-    >>> class Noisy(gradsync.AllReduce):                       # a strategy of one's own
+    >>> @gradsync.spec.register("strategy", "noisy")
+    ... class Noisy(gradsync.AllReduce):
     ...     def after_step(self, step: int) -> None:
     ...         print("stepped after backward", step)
-    >>> gradsync.spec.register("strategy", "noisy")(Noisy).__name__
-    'Noisy'
+    >>> gradsync.spec.parse("noisy", "strategy").after_step(7)
+    stepped after backward 7
     """
 
-    # Whether the gradients of the backward to come are averaged over the ranks. Where not, they stay this rank's own,
-    # and the engine starts no collective by itself: see local.py. It may change from step to step, on all ranks alike.
-    together: bool = True
-    steps_itself: bool = False  # before_step() reads the gradients: so a closure of optimizer.step() is run before it
-    bucket_bytes: int = BUCKET_BYTES  # how large it likes its buckets, unless the user says
-    wanted_bucket_bytes: int | None = None  # once said, on all ranks after the same step, they are made this large
-    reads_fresh_gradients: bool = False  # where autograd put them, by `slot.source`; else they are in the bucket
-    reads_small_gradients: bool = False  # and so the small ones
-    recorder: Recording = SILENT  # whom to tell what happens when
+    bucket_bytes: int = BUCKET_BYTES  # the size of its buckets, unless the user sets bucket_bytes
+    wanted_bucket_bytes: int | None = None  # set on all ranks after the same step: buckets are made this large
+    recorder: Recording = NOT_RECORDING  # records the times of events
 
     def __init__(self) -> None:
         self.plan: BucketPlan
         self.comm: Communicator
 
+    def setup(self, training: Training) -> None:  # noqa: B027 - most need no more than gradients
+        """Receive the model and the optimizer, whose step it may take over; refuse what it can't do.
+
+        Called once, before ``attach``.
+        """
+
     def attach(self, plan: BucketPlan, comm: Communicator) -> None:
-        """Take the plan (again after it has changed) and a communicator of one's own."""
+        """Take the plan (again after it has changed) and a communicator of its own."""
         self.plan = plan
         self.comm = comm
 
-    def meet(self, training: Training) -> None:  # noqa: B027 - most need no more than gradients
-        """See the model, and the optimizer whose step it may take over (``DONE_ELSEWHERE``); refuse what it can't do.
+    @abc.abstractmethod
+    def gradient_sync(self, step: int) -> GradientSync | None:
+        """The object that averages the gradients of this step's backward; None: they stay with their rank.
 
-        Comes once, before ``attach``.
+        The answer may change from step to step, on all ranks alike. It may be called before ``attach``.
         """
 
-    @abc.abstractmethod
-    def open(self, header: Header) -> None:
-        """The first gradient of a synchronizing backward is here. Must not block."""
+    def end_local_backward(self, header: Header) -> None:  # noqa: B027 - called only where there is no gradient sync
+        """A synchronizing backward whose gradients stay with this rank has ended; ``header``: its weight and scale."""
 
-    @abc.abstractmethod
-    def round(self, *, block: bool) -> Round | None:
-        """What all ranks said at ``open``; None while unknown and not ``block``."""
+    def own_step(self) -> OwnStep | None:
+        """A function that may do the optimizer's step in its place; None: this strategy never does.
 
-    @abc.abstractmethod
-    def on_bucket_ready(self, bucket: Bucket) -> None:
-        """A bucket is sealed: its gradients are this rank's share of the mean. Must not block."""
-
-    @abc.abstractmethod
-    def on_sparse(self, slots: Sequence[SparseSlot], factor: float) -> None:
-        """The end of backward: reduce the sparse gradients, each to be multiplied by ``factor`` first. May block."""
-
-    def advance(self) -> None:  # noqa: B027 - one that has nothing to move on does nothing
-        """Move on what is under way. Called often during backward. Must not block."""
-
-    @abc.abstractmethod
-    def after_backward(self) -> None:
-        """Wait for what must be exact before ``step()``."""
+        It takes the step's number and is called where ``before_step`` would be, with the gradients there: a closure
+        of ``optimizer.step()`` is run before it.
+        """
+        return None
 
     def before_step(self, step: int) -> Verdict:
         """Decide what becomes of an ``optimizer.step()``."""
@@ -95,50 +97,58 @@ class Strategy(abc.ABC):
         """The optimizer has stepped."""
 
     def skipped_step(self, step: int) -> None:
-        """A ``GradScaler`` met inf, on this rank at least, and left the step out: ``before_step`` was not called."""
+        """A ``GradScaler`` found inf, on this rank at least, and skipped the step: ``before_step`` was not called."""
         self.after_step(step)
 
     def settle(self) -> None:  # noqa: B027 - replicas that are always in step are settled
         """Bring the replicas together now, whatever is pending. All ranks call it. Blocks."""
 
     def join(self) -> int | None:
-        """This rank has no data left: keep the others company until none has. Blocks. Not asked while ``together``.
+        """This rank has no data left: take part until no rank has. Blocks. Called only where there is no gradient sync.
 
         Returns the rank whose parameters, buffers and optimizer state all then take over, or None to leave them.
         """
         return None
 
     def stats(self) -> dict[str, Any]:
-        """What there is to know of it beyond what every strategy tells, for ``sync.stats()``."""
+        """The strategy's own statistics, for ``sync.stats()``, beyond those that all strategies have."""
         return {}
 
     @abc.abstractmethod
     def bytes_per_step(self) -> int:
-        """What this rank puts on the wire in a step."""
+        """The bytes that this rank sends in a step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What must survive a restart, keyed by parameter name."""
+        """The state that must survive a restart, keyed by parameter name."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what ``state_dict`` gave."""
+        """Load what ``state_dict`` returned."""
         if state:
             raise ValueError(f"{type(self).__name__} keeps no state; got {sorted(state)}. Saved by another strategy?")
 
     def codecs(self) -> dict[str, str]:
-        """For each parameter the codec that it travels by, as a spec; empty where there is none."""
+        """The codec of each parameter, as a spec; empty without codecs."""
         return {}
 
     def close(self) -> None:  # noqa: B027 - most hold nothing beyond the buckets
-        """Let go of what a backward that came to no end has left under way. Does not wait for peers."""
+        """Drop what a backward that did not end has left running. Does not wait for peers."""
 
     def redistribute(self, states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
-        """This rank's state, made of those that all ranks of a run with another number of them have saved."""
+        """This rank's state, made from the states that all ranks of a run with another world size have saved."""
         return states[0]
 
-    def is_own(self, state: dict[str, Any]) -> bool:
-        """Whether a saved state holds something that is one rank's alone."""
-        return False
+    def placement(self, path: tuple[str, ...]) -> Placement:
+        """Where the part of ``state_dict()`` under these keys is saved; called for every dict and value from the top.
+
+        Default: OWN. Each rank saves its own part, and loads it again.
+        """
+        return Placement.OWN
 
 
 spec.declare("strategy", Strategy)
+
+
+def reducer_placement(path: tuple[str, ...]) -> Placement:
+    """Where a part of a reducer's state is saved: what is under "own" belongs to one rank, the rest is shared."""
+    return Placement.OWN if path[:1] == ("own",) else Placement.SHARED

@@ -1,8 +1,8 @@
-"""1-bit Adam: exact at first; then the variance stands still, and momentum travels in one bit a value.
+"""1-bit Adam: exact at first; then the variance is frozen, and the ranks send momentum with one bit per value.
 
-Adam divides by the root of a running mean of squared gradients. Squares of compressed gradients say little, so Adam and
-compression go badly together. Momentum does not care: so once the variance has settled it is frozen, and what the ranks
-send is each one's momentum, with feedback of what the bits left out.
+Adam divides by the root of a running mean of squared gradients. The squares of compressed gradients are a poor estimate
+of it, so Adam and compression go badly together. Momentum is not squared, and can be compressed. So once the variance
+has settled it is frozen, and the ranks send their momentum instead of gradients, with error feedback.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ import torch
 from torch import Tensor
 
 from gradsync import spec
-from gradsync.bucket import Bucket, BucketPlan
+from gradsync.buckets.bucket import Bucket, BucketPlan
+from gradsync.buckets.slot import Slot
 from gradsync.codecs.base import COMPILED_DTYPES
 from gradsync.comm.base import Communicator
-from gradsync.header import Header
-from gradsync.reducers.allreduce import Plain
-from gradsync.reducers.compressed import Compressed
-from gradsync.reducers.rules import CodecRule
-from gradsync.slot import Slot
+from gradsync.reducers.base import Reducer
+from gradsync.reducers.codec_rules import CodecRule
+from gradsync.reducers.compressed.reducer import Compressed
+from gradsync.replicas.header import Header
+from gradsync.replicas.training import Training
 from gradsync.strategies.allreduce import AllReduce
-from gradsync.strategies.base import Verdict
-from gradsync.training import Training
+from gradsync.strategies.base import OwnStep, Placement, Verdict
+from gradsync.strategies.gradient_sync import GradientSync, ReducerSync
 
-REFUSED = ("amsgrad", "maximize", "differentiable")
+UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
 
 
 @spec.register("strategy", "onebit_adam")
@@ -38,8 +39,8 @@ class OneBitAdam(AllReduce):
     state. (Clipping then clips the momentum.)
 
     Args:
-        warmup_steps: exact ones before the variance is frozen. Its authors take 15 to 25 % of the run.
-        codec: what momentum is compressed by.
+        warmup_steps: exact steps before the variance is frozen. The paper's authors take 15 to 25 % of the run.
+        codec: compresses the momentum.
 
     >>> import gradsync, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -48,27 +49,28 @@ class OneBitAdam(AllReduce):
     >>> sync.close()
     """
 
-    steps_itself = True
-
     def __init__(self, *, warmup_steps: int = 100, codec: CodecRule = "sign") -> None:
         super().__init__()
         if warmup_steps < 1:
             raise ValueError(f"without a warm-up there is no variance to freeze; got {warmup_steps=}. Try 100.")
         self.warmup_steps = warmup_steps
-        self._plain, self._compressed = Plain(), Compressed(codec)
-        self._settled: dict[str, float] = {}  # by parameter name: how many steps its variance has seen
+        self._compressed = Compressed(codec)
+        self.sync = _PhaseSync(self.reducer, self, frozen=False)
+        self._momentum_sync = _PhaseSync(self._compressed, self, frozen=True)
+        self._variance_steps: dict[str, float] = {}  # by parameter name: the steps that its frozen variance is made of
         self._frozen = False  # whether the last backward's means are momentum
         self.bucket_bytes = self._compressed.bucket_bytes
 
     def spec_arguments(self) -> dict[str, Any]:
-        return {"warmup_steps": self.warmup_steps, "codec": self._compressed.rules.written()}
+        return {"warmup_steps": self.warmup_steps, "codec": self._compressed.rules.as_argument()}
 
-    def meet(self, training: Training) -> None:
+    def setup(self, training: Training) -> None:
+        training.check_all_optimized(spec.render(self))
         optimizer = training.optimizer
         if not isinstance(optimizer, torch.optim.Adam):  # AdamW is one
-            raise ValueError(f"onebit_adam goes with Adam or AdamW; got {type(optimizer).__name__}.")
+            raise ValueError(f"onebit_adam requires Adam or AdamW; got {type(optimizer).__name__}.")
         for group in optimizer.param_groups:
-            odd = [name for name in REFUSED if group.get(name)]
+            odd = [name for name in UNSUPPORTED if group.get(name)]
             if odd:
                 raise ValueError(f"onebit_adam can't do {odd[0]}=True.")
             if group["weight_decay"] and not group.get("decoupled_weight_decay"):
@@ -77,37 +79,37 @@ class OneBitAdam(AllReduce):
 
     def attach(self, plan: BucketPlan, comm: Communicator) -> None:
         super().attach(plan, comm)
-        for reducer in (self._plain, self._compressed):
-            reducer.attach(plan, comm)
+        self._momentum_sync.attach(plan, comm, self.recorder)
+        self._current_sync().reducer.place_gradients(plan, comm)  # both were attached: the last would win
         self._group_of = {param: group for group in self._optimizer.param_groups for param in group["params"]}
 
-    def open(self, header: Header) -> None:
-        self._frozen = header.step >= self.warmup_steps
-        self.reducer = self._compressed if self._frozen else self._plain
-        self.reads_fresh_gradients = self.reads_small_gradients = self._frozen  # momentum is made of them on their way
-        super().open(header)
+    def gradient_sync(self, step: int) -> GradientSync:
+        return self._momentum_sync if step >= self.warmup_steps else self.sync
 
-    def on_bucket_ready(self, bucket: Bucket) -> None:
-        if self._frozen:
-            for slot in bucket.slots:
-                state = self._optimizer.state.get(slot.param)
-                if state:
-                    self._make_momentum(slot, state["exp_avg"], self._group_of[slot.param]["betas"][0])
-        super().on_bucket_ready(bucket)
+    def enter_phase(self, *, frozen: bool) -> None:
+        """A backward begins, of the warm-up or of the steps after it."""
+        if frozen != self._frozen:
+            self._frozen = frozen
+            self._current_sync().reducer.place_gradients(self.plan, self.comm)
 
-    def _make_momentum(self, slot: Slot, average: Tensor, beta: float) -> None:
-        """Have this rank's share of the momentum in the bucket: the old mean's, and of its own gradient."""
-        alpha = beta * slot.bucket.factor * slot.bucket.loss_scale
-        if _is_compiled_for(slot.view, average):
-            from gradsync.strategies.onebit_kernels import blend  # Numba takes a second to import
+    def _current_sync(self) -> ReducerSync:
+        return self._momentum_sync if self._frozen else self.sync
 
-            blend(slot.flat, slot.source, average, gain=slot.source_gain, keep=1 - beta, alpha=alpha)
-            slot.release()
-        else:
-            slot.recall()
-            slot.view.mul_(1 - beta).add_(average, alpha=alpha)
+    def bytes_per_step(self) -> int:
+        return self._bytes_per_step(self._current_sync().reducer)
 
-    def before_step(self, step: int) -> Verdict:
+    def codecs(self) -> dict[str, str]:
+        return self._current_sync().reducer.codecs()
+
+    def close(self) -> None:
+        super().close()
+        self._momentum_sync.abandon()
+
+    def own_step(self) -> OwnStep:
+        return self._step_frozen
+
+    def _step_frozen(self, step: int) -> Verdict:
+        """After the warm-up, apply the mean momentum here; before, leave the step to the optimizer."""
         if not self._frozen:
             return Verdict.APPLY
         with torch.no_grad():
@@ -115,6 +117,22 @@ class OneBitAdam(AllReduce):
                 if slot.param.grad is not None:
                     self._step(name, slot.param, slot.param.grad)
         return Verdict.DONE_ELSEWHERE
+
+    def make_momentum(self, slot: Slot) -> None:
+        """Turn a gradient in a bucket into this rank's share of the momentum: of the old mean, and of its gradient."""
+        state = self._optimizer.state.get(slot.param)
+        if not state:
+            return
+        average, beta = state["exp_avg"], self._group_of[slot.param]["betas"][0]
+        alpha = beta * slot.bucket.factor * slot.bucket.loss_scale
+        if _is_compiled_for(slot.view, average):
+            from gradsync.kernels.onebit_adam import blend_momentum  # Numba takes a second to import
+
+            blend_momentum(slot.flat, slot.source, average, gain=slot.source_gain, keep=1 - beta, alpha=alpha)
+            slot.release()
+        else:
+            slot.copy_in()
+            slot.view.mul_(1 - beta).add_(average, alpha=alpha)
 
     def _step(self, name: str, param: Tensor, momentum: Tensor) -> None:
         group, state = self._group_of[param], self._optimizer.state[param]
@@ -124,14 +142,14 @@ class OneBitAdam(AllReduce):
                 "no variance to divide by. Make warmup_steps longer."
             )
         beta1, beta2 = group["betas"]
-        settled = self._settled.setdefault(name, float(state["step"]))  # steps that its variance has seen
+        variance_steps = self._variance_steps.setdefault(name, float(state["step"]))
         average, variance = state["exp_avg"], state["exp_avg_sq"]
         state["step"] += 1
-        rate, eps, correction = float(group["lr"]), group["eps"], 1 - beta2**settled
+        rate, eps, correction = float(group["lr"]), group["eps"], 1 - beta2**variance_steps
         decay = 1 - rate * group["weight_decay"]
         rate = -rate / (1 - beta1 ** float(state["step"]))
         if _is_compiled_for(param, momentum, average, variance):
-            from gradsync.strategies.onebit_kernels import step
+            from gradsync.kernels.onebit_adam import step
 
             step(param, momentum, average, variance, correction=correction, eps=eps, decay=decay, rate=rate)
             torch.autograd.graph.increment_version((param, average))
@@ -140,17 +158,38 @@ class OneBitAdam(AllReduce):
             param.mul_(decay).addcdiv_(average, (variance / correction).sqrt_().add_(eps), value=rate)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"reducer": self._compressed.state_dict(), "settled": dict(self._settled)}
+        return {"reducer": self._compressed.state_dict(), "settled": dict(self._variance_steps)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._compressed.load_state_dict(state["reducer"])
-        self._settled = dict(state["settled"])
+        self._variance_steps = dict(state["settled"])
 
     def redistribute(self, states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
         own = self._compressed.redistribute([state["reducer"] for state in states], rank, world_size)
         return {"reducer": own, "settled": states[0]["settled"]}
 
+    def placement(self, path: tuple[str, ...]) -> Placement:
+        return Placement.VARYING if path == ("settled",) else super().placement(path)
+
+
+class _PhaseSync(ReducerSync):
+    """Averages gradients during the warm-up, and once the variance is ``frozen`` momentum in their place."""
+
+    def __init__(self, reducer: Reducer, strategy: OneBitAdam, *, frozen: bool) -> None:
+        super().__init__(reducer)
+        self._strategy = strategy
+        self._frozen = frozen
+
+    def begin_step(self, header: Header) -> None:
+        self._strategy.enter_phase(frozen=self._frozen)
+        super().begin_step(header)
+
+    def launch(self, bucket: Bucket) -> None:
+        for slot in bucket.slots if self._frozen else ():
+            self._strategy.make_momentum(slot)
+        super().launch(bucket)
+
 
 def _is_compiled_for(*tensors: Tensor) -> bool:
-    """Whether kernels can take these: values that lie in one order, and in the dtype that kernels are compiled for."""
+    """Whether the compiled kernels can take these tensors: contiguous, on the CPU, of a dtype they are compiled for."""
     return all(tensor.is_cpu and tensor.dtype in COMPILED_DTYPES and tensor.is_contiguous() for tensor in tensors)

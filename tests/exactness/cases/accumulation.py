@@ -107,7 +107,7 @@ def token_weights_under_accumulation(ctx: Context) -> nn.Module:
             if ctx.alone:
                 (each.sum() / total).backward()
             else:
-                sync.set_weight(mask.sum())  # may be 0: nothing to learn from here, and the mean of nothing is NaN
+                sync.set_weight(mask.sum())  # may be 0: this rank then has no tokens, and its mean is NaN
                 (each.sum() / mask.sum()).backward()
         optimizer.step()
         ctx.stepped(model)

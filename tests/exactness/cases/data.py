@@ -16,7 +16,7 @@ from tests.exactness.context import JOINED, STEPS, Context, mse
 
 @case
 def join_uneven_numbers_of_batches(ctx: Context) -> nn.Module:
-    """Rank r has STEPS - 2r batches; the reference trains on what the ranks still had."""
+    """Rank r has STEPS - 2r batches; the reference trains on those of the ranks that still have data."""
     model = ctx.build(mlp)
     optimizer = ctx.optimizer(model.parameters())
     sync = ctx.sync(model, optimizer)
@@ -36,7 +36,7 @@ def join_uneven_numbers_of_batches(ctx: Context) -> nn.Module:
             optimizer.step()
             if number < STEPS - 2 * (ctx.num_ranks - 1):
                 ctx.stepped(model)
-    # The optimizer state must have come along: go on together.
+    # All ranks train on together: their optimizer states must be equal by now.
     for joined in ctx.batches(5, seed=9):
         x = ctx.part(joined)
         optimizer.zero_grad()
@@ -100,7 +100,7 @@ def distributed_sampler(ctx: Context) -> nn.Module:
 
 @case
 def resumed(ctx: Context) -> nn.Module:
-    """Stopped in the middle of an accumulation, and gone on from what was saved, in new objects."""
+    """A run that is stopped in the middle of an accumulation, and resumed from the saved state in new objects."""
     model, optimizer, sync = None, None, None
     saved: dict[str, Any] = {}
     for number, joined in enumerate(ctx.batches(2 * STEPS)):

@@ -11,7 +11,7 @@ from tests.exactness.context import STEPS, Context, mse
 
 
 class Branching(nn.Module):
-    """A trunk, two branches of which a sample may take one, a part nobody uses, and one used now and then."""
+    """A trunk, two branches of which a sample takes one, a layer that is never used, and one used in some steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Branching(nn.Module):
     def forward(self, x: Tensor, also: bool) -> Tensor:
         h = torch.tanh(self.trunk(x))
         out = x.new_zeros(len(x), 3)
-        go_left = x[:, 0] > 0.9  # seldom: many a rank sees none
+        go_left = x[:, 0] > 0.9  # rare: many ranks have no such sample
         if bool(go_left.any()):
             out = out + self.left(h) * go_left[:, None]
         if not bool(go_left.all()):
@@ -42,7 +42,7 @@ def branching_loop(ctx: Context, set_to_none: bool) -> nn.Module:
         mse(model(x, number % 3 == 1), target(x)).backward()
         assert model.never.weight.grad is None
         if set_to_none and number % 3 != 1:
-            assert model.sometimes.weight.grad is None, "nobody used it: None, as in one process"
+            assert model.sometimes.weight.grad is None, "no rank used it: None, as in one process"
         optimizer.step()
         ctx.stepped(model)
     return model

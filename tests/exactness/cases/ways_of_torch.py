@@ -72,7 +72,7 @@ def closures(ctx: Context) -> nn.Module:
 
 
 def scaled_loop(ctx: Context, k: int) -> nn.Module:
-    """A GradScaler that meets an inf now and then, on one rank only."""
+    """A GradScaler; in some steps one rank has an inf."""
     model = ctx.build(mlp)
     optimizer = ctx.optimizer(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)

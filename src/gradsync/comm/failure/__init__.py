@@ -1,0 +1,1 @@
+"""Failure detection: heartbeats, and the guard that names the rank to blame when a collective fails."""

@@ -1,0 +1,1 @@
+"""Several ranks on each of several hosts: shared memory within a host, torch.distributed between hosts."""

@@ -1,0 +1,1 @@
+"""The shared-memory transport, for ranks on one host."""

@@ -1,0 +1,1 @@
+"""TCP connections of our own between ranks: handshake, mesh, and all-to-all."""

@@ -1,0 +1,38 @@
+"""Between a ``GradScaler`` and the engine: steps that the scaler skips, and backwards that leave no gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradsync.engine.engine import Engine
+
+
+class ScalerGuard:
+    """Lets a loop call ``unscale_``, ``step`` and ``update`` after every backward, as it may without a scaler.
+
+    A GradScaler refuses to step when no gradient was there to be checked for inf, and between synchronizations there is
+    none. And a step that it leaves out because of inf runs no hook of the optimizer, on one rank alone where gradients
+    stay with their ranks: so the strategy is notified here. The guard patches the user's own scaler until ``remove``.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        assert engine.training.scaler is not None
+        self._scaler = engine.training.scaler
+        for name in ("unscale_", "step", "update"):
+            setattr(self._scaler, name, self._skipping_accumulation(getattr(self._scaler, name), engine, name))
+
+    @staticmethod
+    def _skipping_accumulation(method: Any, engine: Engine, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if engine.settings.accumulate > 1 and not engine.synchronized:
+                return None
+            result = method(*args, **kwargs)
+            if name == "step" and engine.training.optimizer in (*args, *kwargs.values()):
+                engine.gate.scaler_stepped()
+            return result
+
+        return call
+
+    def remove(self) -> None:
+        for name in ("unscale_", "step", "update"):
+            delattr(self._scaler, name)

@@ -1,0 +1,1 @@
+"""Compiled code of the shared-memory transport: atomics, collectives and sums."""

@@ -1,0 +1,1 @@
+"""ZeroMQ messages for parameter servers and gossip: format, schema, endpoints and keys."""

@@ -1,0 +1,264 @@
+"""Error feedback: the error of a lossy codec is kept, by parameter name, and sent with a later step.
+
+``Feedback`` encodes and decodes the pieces of a bucket and keeps what it needs for that in ``ParameterState``. Its
+subclasses are ``ErrorFeedback``, ``Ef21``, ``MomentumCorrection`` (for DGC) and ``NoFeedback``.
+
+[Note: one residual per value] A rank encodes its values for the shards of other ranks, and the sum for its own shard;
+its own values of its own shard are never encoded. So every value has one residual on each rank: the encoding error of
+what this rank sent to the owner or, in its own shard, of the sum that it sent to all. Both are parts of the mean that
+no rank has received yet: they may be added up, and moved between ranks.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradsync.buckets.slot import Slot
+from gradsync.codecs.base import Payload, Residual, compute_dtype
+from gradsync.codecs.chain import Chain
+from gradsync.codecs.sparse import Sparse
+from gradsync.comm import hugepages
+from gradsync.reducers.compressed.shards import Piece
+from gradsync.reducers.spikes import drop_beyond
+
+
+class EncodeTask(NamedTuple):
+    """One piece to be encoded and decoded in one step, with its factors and its random key."""
+
+    piece: Piece
+    gain: float  # times the values = this rank's share of the mean, without the loss scale
+    out: Tensor
+    out_gain: float  # the loss scale
+    key: int
+    may_roll_back: bool  # a GradScaler may skip the step
+    weight_share: float  # this rank's weight / the sum over ranks
+    world_size: int
+
+
+class ParameterState:
+    """Flat tensors by parameter name, which change in every step that counts.
+
+    If a step may be rolled back, each tensor has a second copy, which is written during the step; ``end_step`` commits
+    the new copy or drops it.
+    """
+
+    def __init__(self) -> None:
+        self.committed: dict[str, Tensor] = {}
+        self._pending: dict[str, Tensor] = {}
+
+    def slices_for(self, task: EncodeTask) -> Residual:
+        """The piece's part of its parameter's tensor: as committed, and to be written in this step."""
+        piece, slot = task.piece, task.piece.slot
+        now = piece.part_of(_tensor_for(self.committed, slot))
+        return Residual(now, piece.part_of(_tensor_for(self._pending, slot)) if task.may_roll_back else now)
+
+    def writable(self, task: EncodeTask) -> Tensor:
+        """The piece's part of its parameter's tensor, to be changed in place."""
+        part = self.slices_for(task)
+        if part.after.data_ptr() != part.before.data_ptr():
+            part.after.copy_(part.before)
+        return part.after
+
+    def clear(self) -> None:
+        self.committed, self._pending = {}, {}
+
+    def end_step(self, *, finite: bool) -> None:
+        if finite and self._pending:
+            self.committed, self._pending = {**self.committed, **self._pending}, self.committed
+
+
+def _tensor_for(tensors: dict[str, Tensor], slot: Slot) -> Tensor:
+    tensor = tensors.get(slot.name)
+    if tensor is None:
+        flat = slot.flat
+        tensor = tensors[slot.name] = hugepages.zeros(flat.numel(), compute_dtype(flat.dtype), flat.device)
+    return tensor
+
+
+class Feedback(abc.ABC):
+    """How a rank encodes its values and its reduced shard, and the state that it keeps for that."""
+
+    needs_all = False  # True => it keeps state of uncompressed parameters, too
+
+    def __init__(self) -> None:
+        self.own: dict[str, ParameterState] = {}  # by kind; of this rank: the sum over ranks is what matters
+        self.shared: dict[str, ParameterState] = {}  # the same on all ranks
+
+    @abc.abstractmethod
+    def encode(self, task: EncodeTask, x: Tensor, payload: Payload) -> None:
+        """Encode this rank's values ``x`` for the owner of a shard (or for an all-reduce)."""
+
+    @abc.abstractmethod
+    def reduce_shard(self, task: EncodeTask, x: Tensor, received: Sequence[Payload], payload: Payload) -> bool:
+        """In this rank's own shard: sum all ranks' values, encode the sum, and write the decoded sum to ``out``."""
+
+    def decode(self, task: EncodeTask, payload: Payload) -> bool:
+        """Write the decoded sum, received from the owner of a shard, to ``out``."""
+        return task.piece.codec.decode(payload, task.out, gain=task.out_gain, key=task.key)
+
+    def decode_sum(self, task: EncodeTask, payloads: Sequence[Payload]) -> bool:
+        """Write the sum of all ranks' decoded payloads, in rank order, to ``out``."""
+        return task.piece.codec.decode_sum(payloads, task.out, gain=task.out_gain, key=task.key)
+
+    def needs(self, name: str) -> bool:
+        """Whether a parameter must be encoded here even if it is sent uncompressed: it may have a residual."""
+        return self.needs_all or any(name in state.committed for state in self.own.values())
+
+    def end_step(self, *, finite: bool) -> None:
+        """Commit this step's changes, or drop them if its means were not finite."""
+        for state in (*self.own.values(), *self.shared.values()):
+            state.end_step(finite=finite)
+
+    def drop_beyond(self, bound: float) -> list[str]:
+        """After a spike: drop larger values; returns the names of the parameters that had any."""
+        kept = [item for state in self.own.values() for item in state.committed.items()]
+        return list(dict.fromkeys(name for name, values in kept if drop_beyond(values, bound)))
+
+    def on_new_plan(self) -> None:  # noqa: B027 - a residual is independent of the plan
+        """Parameters, or parts of them, may belong to other shards from now on."""
+
+
+class NoFeedback(Feedback):
+    """The encoding error is lost: for unbiased codecs, or to measure what feedback is worth."""
+
+    def encode(self, task: EncodeTask, x: Tensor, payload: Payload) -> None:
+        task.piece.codec.encode(x, payload, gain=task.gain, key=task.key)
+
+    def reduce_shard(self, task: EncodeTask, x: Tensor, received: Sequence[Payload], payload: Payload) -> bool:
+        return task.piece.codec.merge(
+            x, received, payload, gain=task.gain, key=task.key, out=task.out, out_gain=task.out_gain
+        )
+
+
+class ErrorFeedback(Feedback):
+    """Classic error feedback: the encoding error is added to the next step's values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._residuals = self.own["residuals"] = ParameterState()
+
+    def encode(self, task: EncodeTask, x: Tensor, payload: Payload) -> None:
+        task.piece.codec.encode(x, payload, gain=task.gain, residual=self._residuals.slices_for(task), key=task.key)
+
+    def reduce_shard(self, task: EncodeTask, x: Tensor, received: Sequence[Payload], payload: Payload) -> bool:
+        return task.piece.codec.merge(
+            x,
+            received,
+            payload,
+            gain=task.gain,
+            residual=self._residuals.slices_for(task),
+            key=task.key,
+            out=task.out,
+            out_gain=task.out_gain,
+        )
+
+
+class Ef21(Feedback):
+    """EF21: every rank keeps an estimate of its gradient, and sends the encoded difference from it.
+
+    The owner of a shard keeps the sum of the other ranks' estimates; all ranks keep one estimate of the result. There
+    is no residual, so with another plan the estimates start again at zero.
+    """
+
+    needs_all = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._estimates = self.own["estimates"] = ParameterState()
+        self._results = self.shared["results"] = ParameterState()
+
+    def encode(self, task: EncodeTask, x: Tensor, payload: Payload) -> None:
+        codec = task.piece.codec
+        estimate = self._estimates.writable(task)
+        codec.encode(_difference(task, x, estimate), payload, key=task.key)
+        codec.decode(payload, estimate, add=True, key=task.key)
+
+    def reduce_shard(self, task: EncodeTask, x: Tensor, received: Sequence[Payload], payload: Payload) -> bool:
+        codec = task.piece.codec
+        others = self._estimates.writable(task)
+        for other in received:
+            codec.decode(other, others, add=True, key=task.key)
+        result = self._results.slices_for(task)
+        codec.encode(_difference(task, x, result.before).add_(others), payload, key=task.key)
+        return self.decode(task, payload)
+
+    def decode(self, task: EncodeTask, payload: Payload) -> bool:
+        result = self._results.writable(task)
+        finite = task.piece.codec.decode(payload, result, add=True, key=task.key)
+        torch.mul(result, task.out_gain, out=task.out)
+        return finite
+
+    def decode_sum(self, task: EncodeTask, payloads: Sequence[Payload]) -> bool:
+        result, codec = self._results.writable(task), task.piece.codec
+        finite = True
+        for payload in payloads:
+            finite = codec.decode(payload, result, add=True, key=task.key) and finite
+        torch.mul(result, task.out_gain, out=task.out)
+        return finite
+
+    def drop_beyond(self, bound: float) -> list[str]:
+        """Reset all estimates: they are sums of what was sent to other ranks, so all ranks must drop them or none."""
+        names = list(self._results.committed)
+        self.on_new_plan()
+        return names
+
+    def on_new_plan(self) -> None:
+        for state in (self._estimates, self._results):
+            state.clear()
+
+
+def _difference(task: EncodeTask, x: Tensor, estimate: Tensor) -> Tensor:
+    return torch.sub(x * task.gain, estimate)
+
+
+class MomentumCorrection(Feedback):
+    """Deep Gradient Compression: momentum is accumulated before the selection, and reset where a value was sent.
+
+    ``velocity = momentum * velocity + gradient``; the velocity is encoded, with error feedback. The optimizer must have
+    no momentum. Uncompressed parameters keep their velocity: that is plain momentum.
+    """
+
+    needs_all = True
+
+    def __init__(self, *, momentum: float, clip_norm: float | None) -> None:
+        super().__init__()
+        self._momentum = momentum
+        self._clip_norm = clip_norm
+        self._residuals = self.own["residuals"] = ParameterState()
+        self._velocities = self.own["velocities"] = ParameterState()
+
+    def encode(self, task: EncodeTask, x: Tensor, payload: Payload) -> None:
+        codec = task.piece.codec
+        velocity = self._accumulate(task, x)
+        codec.encode(velocity, payload, residual=self._residuals.slices_for(task), key=task.key)
+        if isinstance(codec, Sparse | Chain):
+            codec.erase(payload, velocity, key=task.key)
+
+    def reduce_shard(self, task: EncodeTask, x: Tensor, received: Sequence[Payload], payload: Payload) -> bool:
+        codec = task.piece.codec
+        velocity = self._accumulate(task, x)
+        residual = self._residuals.slices_for(task)
+        finite = codec.merge(
+            velocity, received, payload, residual=residual, key=task.key, out=task.out, out_gain=task.out_gain
+        )
+        if isinstance(codec, Sparse | Chain):
+            codec.erase(payload, velocity, key=task.key)
+        return finite
+
+    def _accumulate(self, task: EncodeTask, x: Tensor) -> Tensor:
+        """Update the velocity with this step's gradient, clipped if asked for, and return it."""
+        gain = task.gain
+        if self._clip_norm is not None:
+            norm = float(torch.linalg.vector_norm(task.piece.slot.source)) * task.gain
+            limit = self._clip_norm * task.weight_share / math.sqrt(task.world_size)
+            gain *= min(1.0, limit / norm) if norm > 0 else 1.0
+        return self._velocities.writable(task).mul_(self._momentum).add_(x, alpha=gain)
+
+
+FEEDBACKS: dict[str, Callable[[], Feedback]] = {"ef": ErrorFeedback, "ef21": Ef21, "none": NoFeedback}

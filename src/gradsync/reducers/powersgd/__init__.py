@@ -1,0 +1,1 @@
+"""PowerSGD: sends low-rank factors of gradients. ``reducer`` is the algorithm, ``lowrank`` its linear algebra."""

@@ -1,0 +1,1 @@
+"""Strategies that exchange weights every n-th step: local SGD and DiLoCo."""

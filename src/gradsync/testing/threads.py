@@ -1,0 +1,312 @@
+"""Ranks as threads of one process: for tests, for teaching, and for trying a strategy on many workers at once.
+
+:func:`run_ranks` starts the threads and gives each a communicator. A collective is pending until every rank has
+contributed its tensors. The rank that comes last computes the result, in rank order: the same bits on every run.
+
+A strategy on two ranks, without a launcher:
+
+>>> import torch
+>>> import gradsync
+>>> from gradsync.testing import run_ranks
+>>> def train(comm):
+...     model = torch.nn.Linear(1, 1, bias=False)
+...     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+...     with gradsync.synchronize(model, optimizer, "allreduce", comm=comm):
+...         model(torch.tensor([[float(comm.rank)]])).sum().backward()
+...     return model.weight.grad.item()
+>>> run_ranks(2, train)
+[0.5, 0.5]
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from gradsync.comm.base import Communicator, ReduceOp, Work, Worker, check_op
+from gradsync.comm.checks import check_contiguous, check_exchange, check_rows, describe_call, different_calls
+from gradsync.errors import CollectiveFailed, OutOfStep, PeerLost
+
+T = TypeVar("T")
+
+_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+class _PendingCollective:
+    """A collective that some ranks have called: their tensors, and which ranks are missing."""
+
+    def __init__(self, kind: str, expected: dict[int, int]) -> None:
+        self.kind = kind
+        self.calls: dict[int, str] = {}  # what each rank asked for
+        self.expected = expected  # rank in the group -> rank in the world, of all ranks that take part
+        self.contributions: dict[int, tuple[Tensor | None, Tensor | None]] = {}
+        self.finished = threading.Event()
+        self.error: BaseException | None = None
+
+    def missing(self) -> dict[int, int]:
+        return {rank: world_rank for rank, world_rank in self.expected.items() if rank not in self.contributions}
+
+
+class _World:
+    """What the threads share: the pending collectives, by group and number, and the lost ranks."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.pending: dict[tuple[object, ...], _PendingCollective] = {}
+        self.lost: dict[int, str] = {}  # by global rank
+        self.broken: dict[tuple[object, ...], OutOfStep] = {}  # by group, where the ranks have made different calls
+
+    def lose(self, rank: int, reason: str) -> None:
+        with self.lock:
+            self.lost.setdefault(rank, reason)
+            for pending in self.pending.values():
+                if rank in pending.missing().values():
+                    pending.finished.set()  # the rank will never come: wake those that wait for it
+
+
+class _ThreadWork(Work):
+    def __init__(self, pending: _PendingCollective, world: _World, timeout_s: float) -> None:
+        self._pending = pending
+        self._world = world
+        self._timeout_s = timeout_s
+        self._timed_out: PeerLost | None = None  # a wait that timed out is not repeated
+
+    def done(self) -> bool:
+        return self._pending.finished.is_set() or self._timed_out is not None
+
+    def wait(self) -> None:
+        if self._timed_out is not None:
+            raise self._timed_out
+        start = time.monotonic()
+        self._pending.finished.wait(self._timeout_s)
+        if self._pending.error is not None:
+            raise self._pending.error
+        missing = self._pending.missing()
+        if not missing:
+            self._pending.finished.wait()  # the last rank is computing the result: no rank is missing
+            if self._pending.error is not None:
+                raise self._pending.error
+            return
+        known = self._world.lost
+        lost = {rank: known[world_rank] for rank, world_rank in missing.items() if world_rank in known}
+        reason = next(iter(lost.values())) if lost else f"it did not come to {self._pending.kind} in time"
+        self._timed_out = PeerLost(
+            rank=tuple(lost or missing), reason=reason, after_s=time.monotonic() - start, during=self._pending.kind
+        )
+        raise self._timed_out
+
+
+class Threads(Communicator):
+    """One rank of a world of threads; made by :func:`run_ranks`."""
+
+    transport = "threads"
+    compares_calls = True
+    why = "ranks are threads of one process"
+
+    def __init__(
+        self,
+        world: _World,
+        members: Sequence[int],
+        rank: int,
+        group: tuple[object, ...],
+        *,
+        timeout_s: float,
+        worker: Worker,
+    ) -> None:
+        super().__init__(rank, len(members), timeout_s=timeout_s, worker=worker)
+        self.world = world
+        self.members = list(members)  # global rank of each rank of this group
+        self._group = group
+        self._count = 0  # collectives started: the n-th calls of all ranks belong together
+        self._splits = 0
+        self._p2p_counts: dict[tuple[int, int], int] = {}
+
+    def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
+        check_op(op)
+        check_contiguous(tensor)
+
+        def finish(contributions: dict[int, tuple[Tensor, Tensor]]) -> None:
+            total = _reduce([contributions[rank][0] for rank in range(self.world_size)], op)
+            for given, _ in contributions.values():
+                given.copy_(total)
+
+        return self._start_collective(f"all_reduce({op})", tensor, None, finish)
+
+    def all_gather(self, tensor: Tensor, *, out: Tensor) -> Work:
+        check_rows(out, tensor, self.world_size, ("out", "tensor"))
+
+        def finish(contributions: dict[int, tuple[Tensor, Tensor]]) -> None:
+            rows = [contributions[rank][0].clone() for rank in range(self.world_size)]
+            for _, into in contributions.values():
+                for row, value in zip(into, rows, strict=True):
+                    row.copy_(value)
+
+        return self._start_collective("all_gather", tensor, out, finish)
+
+    def reduce_scatter(self, tensor: Tensor, *, out: Tensor, op: ReduceOp = "sum") -> Work:
+        check_op(op)
+        check_rows(tensor, out, self.world_size, ("tensor", "out"))
+
+        def finish(contributions: dict[int, tuple[Tensor, Tensor]]) -> None:
+            total = _reduce([contributions[rank][0] for rank in range(self.world_size)], op)
+            for rank, (_, into) in contributions.items():
+                into.copy_(total[rank])
+
+        return self._start_collective(f"reduce_scatter({op})", tensor, out, finish)
+
+    def all_to_all(self, tensor: Tensor, *, out: Tensor, own: bool = True, used: Sequence[int] | None = None) -> Work:
+        check_exchange(tensor, out, self.world_size)
+
+        def finish(contributions: dict[int, tuple[Tensor, Tensor]]) -> None:
+            sent = {rank: given.clone() for rank, (given, _) in contributions.items()}
+            for rank, (_, into) in contributions.items():
+                for source in range(self.world_size):
+                    into[source].copy_(sent[source][rank])
+
+        return self._start_collective("all_to_all", tensor, out, finish)
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
+        self._check_peer(src, "src")
+        check_contiguous(tensor)
+
+        def finish(contributions: dict[int, tuple[Tensor, Tensor]]) -> None:
+            for rank, (given, _) in contributions.items():
+                if rank != src:
+                    given.copy_(contributions[src][0])
+
+        return self._start_collective(f"broadcast(src={src})", tensor, None, finish)
+
+    def send(self, tensor: Tensor, dst: int) -> Work:
+        self._check_peer(dst, "dst")
+        return self._start_p2p(self.rank, dst, tensor)
+
+    def recv(self, tensor: Tensor, src: int) -> Work:
+        self._check_peer(src, "src")
+        return self._start_p2p(src, self.rank, tensor)
+
+    def barrier(self) -> None:
+        self._start_collective("barrier", None, None, lambda contributions: None).wait()
+
+    def split(self, ranks: Sequence[int]) -> Communicator | None:
+        chosen = self._check_ranks(ranks)
+        self._splits += 1
+        if self.rank not in chosen:
+            return None
+        members = [self.members[rank] for rank in chosen]
+        group = (*self._group, self._splits, tuple(chosen))
+        return Threads(
+            self.world, members, chosen.index(self.rank), group, timeout_s=self.timeout_s, worker=self.worker
+        )
+
+    def _start_collective(
+        self,
+        kind: str,
+        given: Tensor | None,
+        out: Tensor | None,
+        finish: Callable[[dict[int, tuple[Tensor, Tensor]]], None],
+    ) -> Work:
+        if self._group in self.world.broken:
+            raise self.world.broken[self._group]
+        self._count += 1
+        key = (*self._group, self._count)
+        call = kind if given is None else describe_call(kind, given.dtype, given.numel())
+        return self._contribute(
+            key, _PendingCollective(kind, dict(enumerate(self.members))), call, (given, out), finish
+        )
+
+    def _start_p2p(self, src: int, dst: int, tensor: Tensor) -> Work:
+        check_contiguous(tensor)
+        number = self._p2p_counts[src, dst] = self._p2p_counts.get((src, dst), 0) + 1
+
+        def finish(contributions: dict[int, tuple[Tensor, Tensor]]) -> None:
+            contributions[dst][0].copy_(contributions[src][0])
+
+        key = (*self._group, "pair", src, dst, number)
+        pair = {rank: self.members[rank] for rank in (src, dst)}
+        call = describe_call(f"send {src} to {dst}", tensor.dtype, tensor.numel())
+        return self._contribute(key, _PendingCollective(f"send {src} to {dst}", pair), call, (tensor, None), finish)
+
+    def _contribute(
+        self,
+        key: tuple[object, ...],
+        proposed: _PendingCollective,
+        call: str,
+        tensors: tuple[Tensor | None, Tensor | None],
+        finish: Callable[[dict[int, tuple[Tensor, Tensor]]], None],
+    ) -> Work:
+        """Contribute to the collective of this key. The first rank makes it pending; the last one runs ``finish``."""
+        with self.world.lock:
+            pending = self.world.pending.setdefault(key, proposed)
+            pending.contributions[self.rank] = tensors
+            pending.calls[self.rank] = call
+            missing = pending.missing()
+            if not missing:
+                del self.world.pending[key]
+                if len(set(pending.calls.values())) > 1:
+                    pending.error = different_calls(dict(sorted(pending.calls.items())))
+                    if "pair" not in key:
+                        self.world.broken[self._group] = pending.error
+            elif any(world_rank in self.world.lost for world_rank in missing.values()):
+                pending.finished.set()
+        if not missing:
+            if pending.error is None:
+                try:
+                    with torch.no_grad():
+                        finish(pending.contributions)  # type: ignore[arg-type]  # the kinds that read a tensor got one
+                except Exception as error:
+                    pending.error = CollectiveFailed(f"{pending.kind}: {error}")
+            pending.finished.set()
+        return _ThreadWork(pending, self.world, self.timeout_s)
+
+
+def _reduce(rows: Sequence[Tensor], op: str) -> Tensor:
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total = _COMBINE[op](total, row)
+    return total
+
+
+def run_ranks(world_size: int, fn: Callable[[Communicator], T], *, timeout_s: float = 30.0) -> list[T]:
+    """Run ``fn(comm)`` in ``world_size`` threads, a rank each; returns what they returned, in rank order.
+
+    A rank whose ``fn`` raises is lost to the others, like a process that dies. Its error is raised here; the
+    :class:`gradsync.PeerLost` of the other ranks is not.
+
+    >>> import torch
+    >>> from gradsync.testing.threads import run_ranks
+    >>> def total(comm):
+    ...     t = torch.tensor([float(comm.rank)])
+    ...     comm.all_reduce(t).wait()
+    ...     return t.item()
+    >>> run_ranks(3, total)
+    [3.0, 3.0, 3.0]
+    """
+    world = _World()
+    results: dict[int, T] = {}
+    errors: list[tuple[int, BaseException]] = []
+
+    def rank_main(rank: int) -> None:
+        comm = Threads(world, range(world_size), rank, ("world",), timeout_s=timeout_s, worker=Worker())
+        try:
+            results[rank] = fn(comm)
+            world.lose(rank, "it has finished and left")
+        except BaseException as error:
+            errors.append((rank, error))
+            world.lose(rank, f"it failed with {type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        # Raise the cause, not its consequences: the other ranks only raise that this rank is lost.
+        rank, cause = min(errors, key=lambda failed: isinstance(failed[1], PeerLost))
+        cause.add_note(f"(raised on rank {rank} of {world_size})")
+        raise cause
+    return [results[rank] for rank in range(world_size)]
