@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gradsync.testing import lab_unavailable_reason
-from tests.multiprocess.test_run import START_S, finish, wait_for_files, wait_until_gone
+from tests.multiprocess.test_run import ORPHANS_END_S, START_S, finish, wait_for_files, wait_until_gone
 from tests.support.launching import GRADSYNC, Launched
 
 SCRIPT = """
@@ -108,7 +108,7 @@ def test_compare_ends_its_training_on_signals(
     returned, _, err = finish(process)
     assert returned == code
     assert how == signal.SIGKILL or f"ended by {how.name}" in err
-    wait_until_gone(pids, within_s=10.0 if how == signal.SIGKILL else 0.5)
+    wait_until_gone(pids, within_s=ORPHANS_END_S if how == signal.SIGKILL else 0.5)
     left = [path.name for path in tmp_path.glob("gradsync_*")]
     assert how == signal.SIGKILL or not left, "compare removes its temporary files"
 
