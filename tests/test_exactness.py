@@ -29,9 +29,10 @@ ALL = tuple((optimizer, dtype) for optimizer in OPTIMIZER_NAMES for dtype in DTY
 # runs on 2, 3 and 4 ranks. With `pytest --exhaustive` every place runs every case with all four pairs: that takes five
 # minutes more.
 PLACES = {
-    ("c10d", 2): 1,
-    ("c10d", 3): 8,
-    ("c10d", 4): 2,
+    ("tcp", 2): 1,
+    ("tcp", 3): 8,
+    ("tcp", 4): 2,
+    ("c10d", 2): 8,
     ("shm", 3): 1,
     ("mpi", 3): 8,
     ("hierarchical", 4): 2,  # two hosts of two ranks each

@@ -64,10 +64,22 @@ def _ddp_powersgd(model: nn.Module, optimizer: torch.optim.Optimizer, comm: grad
 
 
 def _gradsync_shm(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync.Communicator) -> nn.Module:
-    group = comm.clone()
-    assert isinstance(group, C10d)
-    gradsync.synchronize(model, optimizer, comm=Shm(group, why="the benchmark asks for it"))
+    gradsync.synchronize(model, optimizer, comm=Shm(_c10d(comm), why="the benchmark asks for it"))
     return model
+
+
+def _gradsync_c10d(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync.Communicator) -> nn.Module:
+    gradsync.synchronize(model, optimizer, comm=_c10d(comm))
+    return model
+
+
+def _c10d(comm: gradsync.Communicator) -> C10d:
+    """The same ranks over torch.distributed alone."""
+    group = comm.unchecked()
+    assert isinstance(group, C10d)
+    split = group.split_as(C10d, range(comm.world_size))
+    assert split is not None, "every rank is in it"
+    return split
 
 
 def _gradsync(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync.Communicator) -> nn.Module:
@@ -110,7 +122,8 @@ VARIANTS: dict[str, Variant] = {
     "ddp_view": Variant(title="DDP, bucket views", attach=_ddp_view),
     "ddp_fp16": Variant(title="DDP, fp16 hook", attach=_ddp_fp16),
     "ddp_powersgd": Variant(title="DDP, PowerSGD rank 4 hook", attach=_ddp_powersgd),
-    "gradsync": Variant(title="gradsync, c10d", attach=_gradsync),
+    "gradsync": Variant(title="gradsync, tcp", attach=_gradsync),
+    "gradsync_c10d": Variant(title="gradsync, c10d", attach=_gradsync_c10d),
     "gradsync_shm": Variant(title="gradsync, shm", attach=_gradsync_shm, one_host_only=True),
     **{name: Variant(title=text, attach=_strategy(text)) for name, text in {**LOSSY, **PERIODIC}.items()},
     "onebit_adam": Variant(title="onebit_adam, warmed up", attach=_strategy("onebit_adam(warmup_steps=2)"), adam=True),
@@ -144,7 +157,7 @@ def main() -> None:
     names = options.variants.split(",")
 
     torch.set_num_threads(1)
-    comm = gradsync.connect("c10d")
+    comm = gradsync.connect("tcp")
     steps = {name: make_step(VARIANTS[name], comm, seed=0) for name in names}
     for step in steps.values():
         for _ in range(3):  # both DDP and gradsync rebuild their buckets after the first

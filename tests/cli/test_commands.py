@@ -126,7 +126,7 @@ def test_info_names_the_transport_and_the_reason(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("MASTER_PORT", "1")
     found = json.loads(gradsync("info", "--json").output)
     assert found["place"] == {"rank": 1, "world size": 4, "on this host": 1, "source": "torchrun"}
-    assert found["transport"]["auto"] == "c10d"
+    assert found["transport"]["auto"] == "tcp"
     assert "4 ranks, as torchrun says" in found["transport"]["why"]
     shown = gradsync("info").output
     assert "source: torchrun" in shown

@@ -177,7 +177,7 @@ def test_connect_adopts_the_scripts_process_group() -> None:
 
 
 def test_connect_refuses_wrong_and_conflicting_arguments() -> None:
-    with pytest.raises(ValueError, match="auto, c10d, shm, hierarchical, solo, mpi"):
+    with pytest.raises(ValueError, match="auto, tcp, c10d, shm, hierarchical, solo, mpi"):
         gradsync.connect("carrier pigeon")
     with pytest.raises(ValueError, match="already connected over 'solo'"):
         gradsync.connect("auto") and gradsync.connect("c10d")

@@ -49,6 +49,10 @@ def _c10d(size: int, check: Check, timeout_s: float) -> list[Any]:
     return run_processes(size, _connected, "c10d", check, timeout_s, timeout_s=180.0)
 
 
+def _tcp(size: int, check: Check, timeout_s: float) -> list[Any]:
+    return run_processes(size, _connected, "tcp", check, timeout_s, timeout_s=180.0)
+
+
 def _shm(size: int, check: Check, timeout_s: float) -> list[Any]:
     return run_processes(size, _connected, "shm", check, timeout_s, timeout_s=180.0)
 
@@ -64,6 +68,7 @@ def _connected(transport: str, check: Check, timeout_s: float) -> Any:
 WORLDS = [
     World("solo", 1, _solo),
     *(World("threads", size, _threads) for size in (2, 3, 5)),
+    *(World("tcp", size, _tcp) for size in (2, 3, 4)),
     *(World("c10d", size, _c10d) for size in (2, 3)),
     *(World("shm", size, _shm) for size in (2, 3, 5)),
     *(World("mpi", size, _mpi) for size in (2, 3)),

@@ -23,12 +23,12 @@ CPU = torch.device("cpu")
 
 def run_each_collective() -> dict[str, int]:
     """Run each collective once; returns the bytes that this host's interface sent during each."""
-    group = connect("c10d", timeout_s=30).unchecked()
+    group = connect("tcp", timeout_s=30).unchecked()
     assert isinstance(group, C10d)
-    hosts, obstacle = survey_hosts(group)
-    assert obstacle == ""
-    comm = connect_hierarchical(group, hosts)
-    assert comm.why.endswith("2 hosts x 2 ranks: shared memory within, c10d across"), comm.why
+    survey = survey_hosts(group)
+    assert survey.obstacle == ""
+    comm = connect_hierarchical(group, survey.hosts)
+    assert comm.why.endswith("2 hosts x 2 ranks: shared memory within, tcp across"), comm.why
 
     bucket = comm.allocate(NUMEL, torch.float32, CPU)
     private, rows = torch.empty(NUMEL), torch.empty(comm.world_size, NUMEL // 4)

@@ -147,7 +147,7 @@ def _transport(place: dict[str, Any]) -> dict[str, Any]:
         return {"auto": "c10d", "why": f"{ranks}; NCCL for CUDA tensors", "timeout_s": DEFAULT_TIMEOUT_S}
     if place["on this host"] == place["world size"]:
         return {"auto": "shm", "why": f"{ranks}; all on this host", "timeout_s": DEFAULT_TIMEOUT_S}
-    return {"auto": "c10d", "why": f"{ranks}; on several hosts: Gloo", "timeout_s": DEFAULT_TIMEOUT_S}
+    return {"auto": "tcp", "why": f"{ranks}; on several hosts", "timeout_s": DEFAULT_TIMEOUT_S}
 
 
 def _lines(facts: Any) -> list[str]:

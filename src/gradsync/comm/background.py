@@ -1,6 +1,6 @@
 """Threads that block in place of a caller: ``run_in_thread``, and ``ThreadedWork`` for work that threads complete.
 
-c10d/p2p.py uses it for Gloo's sends and receives, tcp/all_to_all.py for exchanges, allreduce/executor.py to run an
+c10d/p2p.py uses it for Gloo's sends and receives, tcp/exchange.py for exchanges, allreduce/executor.py to run an
 algorithm.
 """
 

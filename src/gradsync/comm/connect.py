@@ -15,11 +15,12 @@ from gradsync.comm.base import DEFAULT_TIMEOUT_S, Communicator, Solo
 from gradsync.comm.c10d.communicator import C10d, connect_c10d
 from gradsync.comm.checked import checked
 from gradsync.comm.rendezvous import collectives_file, find_launch_info, launch_info_of_group, requested_transport
+from gradsync.comm.tcp.communicator import Tcp
 from gradsync.comm.topology import describe_hosts, ranks_by_host, survey_hosts
 
 log = logging.getLogger("gradsync")
 
-TRANSPORTS = ("auto", "c10d", "shm", "hierarchical", "solo", "mpi")
+TRANSPORTS = ("auto", "tcp", "c10d", "shm", "hierarchical", "solo", "mpi")
 
 
 class _Process:
@@ -39,10 +40,11 @@ def connect(transport: str = "auto", *, timeout_s: float | None = None) -> Commu
     script has already initialised is used as it is. Blocks until all workers have connected, at most ``timeout_s``
     (default: 300). A later collective may take as long before a silent peer is given up (:class:`gradsync.PeerLost`).
 
-    ``transport``: ``"c10d"`` (torch.distributed: Gloo for CPU tensors, NCCL for CUDA ones), ``"shm"`` (shared memory,
-    for CPU ranks on one host), ``"hierarchical"`` (for CPU ranks on several hosts: shared memory within, c10d across),
-    ``"mpi"`` (for ranks that mpirun or srun started), ``"solo"``, or ``"auto"``: the value of the environment variable
-    ``GRADSYNC_TRANSPORT``; if it is not set, shared memory between ranks of one host and c10d between hosts.
+    ``transport``: ``"tcp"`` (TCP connections of our own for CPU tensors, NCCL for CUDA ones), ``"c10d"``
+    (torch.distributed alone: Gloo for CPU tensors, NCCL for CUDA ones), ``"shm"`` (shared memory, for CPU ranks on one
+    host), ``"hierarchical"`` (for CPU ranks on several hosts: shared memory within, TCP across), ``"mpi"`` (for ranks
+    that mpirun or srun started), ``"solo"``, or ``"auto"``: the value of the environment variable
+    ``GRADSYNC_TRANSPORT``; if it is not set, shared memory between ranks of one host and TCP between hosts.
     ``comm.why`` gives the reason for the transport in use.
 
     >>> import gradsync
@@ -109,13 +111,18 @@ def _connect_over(transport: str, timeout_s: float) -> Communicator:
     # At a normal exit the other ranks must learn that this rank left in order, and did not die.
     atexit.register(_leave)
     # (Both calls are collective, so a rank 0 that exits soon does so after the others have connected to its heartbeat.)
-    comm = group if transport == "c10d" else _use_shared_memory(group, transport)
+    comm: Communicator = group
+    if transport == "tcp":
+        comm = group.as_kind(Tcp)
+    elif transport != "c10d":
+        comm = _use_shared_memory(group, transport)
     return select_all_reduce(comm, collectives_file())
 
 
 def _use_shared_memory(group: C10d, transport: str) -> Communicator:
-    """The group over shared memory, as far as its ranks share hosts; else the group, with the reason in ``why``."""
-    hosts, obstacle = survey_hosts(group)
+    """The group over shared memory, as far as its ranks share hosts; else over TCP, with the reason in ``why``."""
+    survey = survey_hosts(group)
+    hosts, obstacle = survey.hosts, survey.obstacle
     ranks = ranks_by_host(hosts)
     wanted = transport
     if transport == "auto":
@@ -130,14 +137,14 @@ def _use_shared_memory(group: C10d, transport: str) -> Communicator:
         raise ValueError(f"transport={transport!r} is not possible here: {obstacle}.")
     if obstacle:
         group.why = f"{group.why}; {obstacle}"
-        return group
+        return group if survey.has_gpu else group.as_kind(Tcp)
     if wanted == "shm":
         from gradsync.comm.shm.communicator import Shm  # Numba takes a second to import
 
         return Shm(group, why=f"{group.why}; all on one host")
     from gradsync.comm.hierarchical.communicator import connect_hierarchical
 
-    return connect_hierarchical(group, hosts)
+    return connect_hierarchical(group.as_kind(Tcp), hosts)
 
 
 def _leave() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -13,16 +14,26 @@ from gradsync.comm.shm.segment import host_identity
 from gradsync.kernels.shm import futex
 
 
-def survey_hosts(comm: Communicator) -> tuple[list[str], str]:
-    """Each rank's host, and why ranks of one host can't share memory (empty if they can). Blocks: all ranks call it."""
+@dataclass(frozen=True)
+class HostSurvey:
+    """Each rank's host, whether any rank has a GPU, and why ranks of one host can't share memory ("": they can)."""
+
+    hosts: list[str]
+    has_gpu: bool
+    obstacle: str
+
+
+def survey_hosts(comm: Communicator) -> HostSurvey:
+    """Ask all ranks. Blocks: all ranks call it."""
     able = hasattr(os, "memfd_create") and futex.available()
     answers = all_gather_object(comm, [able, torch.cuda.is_available(), "/".join(host_identity())])
-    hosts = [str(answer[2]) for answer in answers]
-    if any(answer[1] for answer in answers):
-        return hosts, "there are GPUs, whose tensors NCCL moves"
-    if not all(answer[0] for answer in answers):
-        return hosts, "some system has no memfd, or its futex call is not known"
-    return hosts, ""
+    has_gpu = any(answer[1] for answer in answers)
+    obstacle = ""
+    if has_gpu:
+        obstacle = "there are GPUs, whose tensors NCCL moves"
+    elif not all(answer[0] for answer in answers):
+        obstacle = "some system has no memfd, or its futex call is not known"
+    return HostSurvey([str(answer[2]) for answer in answers], has_gpu, obstacle)
 
 
 def ranks_by_host(hosts: Sequence[Hashable]) -> list[list[int]]:

@@ -195,8 +195,12 @@ def _clocks(machines: Sequence[MachineReport], links: LinkReport) -> list[Findin
 
 
 def _transport(links: LinkReport) -> list[Finding]:
-    if links.num_hosts == 1 and links.world_size > 1 and links.transport == "c10d":
-        return [Finding("advice", f"ranks of one host use c10d: {links.why}", "Use --transport shm if you can.")]
+    if links.num_hosts == 1 and links.world_size > 1 and links.transport in ("c10d", "tcp"):
+        return [
+            Finding(
+                "advice", f"ranks of one host use {links.transport}: {links.why}", "Use --transport shm if you can."
+            )
+        ]
     return []
 
 

@@ -24,7 +24,8 @@ class InstrumentedComm(Forwarding):
     def __init__(self, inner: Communicator, recorder: Recorder) -> None:
         super().__init__(inner)
         self._recorder = recorder
-        self._may_poll = inner.transport == "c10d"  # on other transports done() makes progress itself, which takes time
+        # On other transports done() makes progress itself, which takes time.
+        self._may_poll = inner.transport in ("c10d", "tcp")
         others, ranks = inner.world_size - 1, inner.world_size
         self._shares = {  # the least that a rank sends, as a fraction of the tensor that it passes
             "all_reduce": (2 * others, ranks),

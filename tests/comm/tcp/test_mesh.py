@@ -15,7 +15,7 @@ import gradsync
 from gradsync.comm.c10d import communicator as c10d
 from gradsync.comm.c10d.communicator import C10d
 from gradsync.comm.failure.guard import Call, CollectiveGuard
-from gradsync.comm.tcp import all_to_all, endpoint, handshake
+from gradsync.comm.tcp import endpoint, exchange, handshake
 from gradsync.comm.tcp.endpoint import Endpoint
 from tests.support.ranks import run_processes
 
@@ -71,7 +71,7 @@ def send_partly_used_rows() -> tuple[list[float], int]:
 def _received_from(comm: C10d, peer: int) -> int:
     """By the kernel's own count."""
     assert comm._mesh is not None
-    info = dict(comm._mesh._to)[peer].getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    info = dict(comm._mesh.calls.sockets)[peer].getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     return int.from_bytes(info[128:136], "little")
 
 
@@ -80,8 +80,8 @@ def test_exchange_sends_only_the_used_bytes_of_a_row() -> None:
     size = 8 * MIB
     assert first[0] == [1.0, 2.0, 3.0, 4.0, -1.0, -1.0]  # 16 bytes of rank 1's row for rank 0
     assert second[0] == [size, size + 1.0, size + 2.0, -1.0, -1.0, -1.0]
-    assert first[1] == 16 + all_to_all.HEADER.size
-    assert second[1] == 12 + all_to_all.HEADER.size
+    assert first[1] == 16 + exchange.HEADER.size
+    assert second[1] == 12 + exchange.HEADER.size
 
 
 def start_without_a_reader() -> float:
@@ -142,7 +142,7 @@ def exchange_rows_of_different_lengths() -> str:
 
 def test_exchange_of_rows_of_different_lengths_raises() -> None:
     errors = run_processes(2, exchange_rows_of_different_lengths)
-    expected = "rank 1 sends a row of 20 bytes in its exchange 2; here it is exchange 2, with rows of 16"
+    expected = "rank 1 sends a message of 20 bytes in its exchange 2; here it is exchange 2, with messages of 16"
     assert any(expected in error for error in errors)
     assert all(errors)
 
@@ -273,7 +273,7 @@ def fork_a_child() -> int:
     comm = connected()
     comm.all_to_all(torch.zeros(2, 4), out=torch.zeros(2, 4)).wait()
     assert comm._mesh is not None
-    connections = [connection for _, connection in comm._mesh._to]
+    connections = [connection for _, connection in comm._mesh.calls.sockets]
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

@@ -150,9 +150,16 @@ class C10d(Communicator):
             return Finished()
         call = self.guard.begin(what)
         self.guard.raise_if_lost(call)
+        return self._mesh_for(call).exchange(tensor, out, used, call)
+
+    def _mesh_for(self, call: Call) -> TcpMesh:
+        """The connections to the other ranks. The first call makes them, and blocks: all ranks make it."""
         if self._mesh is None:
-            self._mesh = TcpMesh(self.rank, self._connect_peers(call), self.guard)
-        return self._mesh.exchange(tensor, out, used, call)
+            self._mesh = self._make_mesh(call)
+        return self._mesh
+
+    def _make_mesh(self, call: Call) -> TcpMesh:
+        return TcpMesh(self.rank, self._connect_peers(call), self.guard)
 
     def _connect_peers(self, call: Call) -> dict[int, socket.socket]:
         def share(own: Endpoint) -> list[Endpoint]:
@@ -189,7 +196,11 @@ class C10d(Communicator):
         # An all-reduce and not the backend's own barrier: it can be waited for in slices, so a lost peer ends it.
         self._start_on("barrier", torch.zeros(1)).wait()
 
-    def split(self, ranks: Sequence[int]) -> Communicator | None:
+    def split(self, ranks: Sequence[int]) -> C10d | None:
+        return self.split_as(type(self), ranks)
+
+    def split_as(self, kind: type[C10d], ranks: Sequence[int]) -> C10d | None:
+        """A split that is a communicator of this class."""
         chosen = self._check_ranks(ranks)
         members = [self.guard.members[rank] for rank in chosen]
         self._splits += 1  # every rank of this group splits it, members or not: so they agree on the number
@@ -197,8 +208,14 @@ class C10d(Communicator):
             return None
         name = f"{self.guard.key}/{self._splits}/{'-'.join(map(str, members))}"
         group = _new_group(members, self.timeout_s, name)
-        made = C10d(group, members, self.heartbeat, timeout_s=self.timeout_s, why=self.why, worker=self.worker)
-        return _after_barrier(made)
+        return _after_barrier(self._made_as(kind, group, members))
+
+    def as_kind(self, kind: type[C10d]) -> C10d:
+        """The same group as a communicator of this class, in place of this one. Blocks: every rank calls it."""
+        return _after_barrier(self._made_as(kind, self._opened("as_kind"), self.guard.members))
+
+    def _made_as(self, kind: type[C10d], group: dist.ProcessGroup, members: Sequence[int]) -> C10d:
+        return kind(group, members, self.heartbeat, timeout_s=self.timeout_s, why=self.why, worker=self.worker)
 
     @property
     def heartbeat(self) -> Heartbeat:

@@ -1,4 +1,4 @@
-"""Several CPU ranks on each of several hosts: shared memory within a host, torch.distributed across.
+"""Several CPU ranks on each of several hosts: shared memory within a host, TCP or torch.distributed across.
 
 An all-reduce has three stages:
 
@@ -10,7 +10,8 @@ An all-reduce has three stages:
 So a host sends over the network what one rank would send, however many ranks it has. How the stages of several
 collectives are kept in order is in ``pipeline.py``.
 
-Every value is summed over a host's ranks in rank order, then over the hosts as Gloo does: the same bits on all ranks.
+Every value is summed over a host's ranks in rank order, then over the hosts as their transport does: the same bits on
+all ranks.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Hierarchical(Communicator):
         self._local_rank = self._ranks[self._host].index(self.rank)  # this rank's number on its host
         self._given_why, self._given_leaders = why, leaders
         self.leaders = min(leaders, *map(len, self._ranks))
-        self.why = f"{why}; {describe_hosts(self._ranks)}: shared memory within, c10d across"
+        self.why = f"{why}; {describe_hosts(self._ranks)}: shared memory within, {base.transport} across"
         self._guard = CollectiveGuard(
             base.heartbeat, base.guard.members, f"{base.guard.key}/hierarchical", base.timeout_s
         )
@@ -88,15 +89,14 @@ class Hierarchical(Communicator):
     def _connect_host(self) -> Shm | None:
         found = None
         for ranks in self._ranks:
-            group = self._base.split(ranks) if len(ranks) > 1 else None
-            found = Shm(group, why=self.why) if isinstance(group, C10d) else found
+            group = self._base.split_as(C10d, ranks) if len(ranks) > 1 else None
+            found = Shm(group, why=self.why) if group is not None else found
         return found
 
     def _connect_leaders(self) -> C10d | None:
         found = None
         for index in range(self.leaders if len(self._ranks) > 1 else 0):
-            group = self._base.split([ranks[index] for ranks in self._ranks])
-            found = group if isinstance(group, C10d) else found
+            found = self._base.split([ranks[index] for ranks in self._ranks]) or found
         return found
 
     # -- collectives ----------------------------------------------------------------------------------------------
@@ -256,7 +256,6 @@ class Hierarchical(Communicator):
         base = self._base.split(ranks)
         if base is None:
             return None
-        assert isinstance(base, C10d), "a split is of the same kind"
         hosts = [self._hosts[rank] for rank in ranks]
         return Hierarchical(base, hosts=hosts, why=self._given_why, leaders=self._given_leaders)
 

@@ -1,1 +1,1 @@
-"""TCP connections of our own between ranks: handshake, mesh, and all-to-all."""
+"""TCP connections of our own between ranks: handshake, mesh, exchanges, and the transport made of them."""

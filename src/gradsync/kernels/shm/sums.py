@@ -42,7 +42,7 @@ def sum_address(dtype: torch.dtype, op: str) -> int:
     if dtype == torch.bool:  # True + True is True
         dtype, op = torch.uint8, "max" if op == "sum" else op
     if dtype not in _DTYPES and dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"the shm transport can't reduce {dtype}. Use float, int or bool tensors, or a view as those.")
+        raise ValueError(f"tensors of {dtype} can't be reduced. Use float, int or bool tensors, or a view as those.")
     address: int = _compiled(dtype, _OPS[op]).address
     return address
 
