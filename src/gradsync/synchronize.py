@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -64,8 +65,8 @@ def synchronize(
             is None, so that ``optimizer.step()`` and clipping pass over it.
         accumulation: "mean" over the backwards of a window (weighted, see ``set_weight``); "sum" multiplies by their
             number, for loops that divide the loss themselves, as they must with DDP.
-        bucket_bytes: size of a bucket; default: 25 MiB, with a codec 9 MiB. The last buckets are smaller. Larger =>
-            fewer collectives; smaller => they start earlier.
+        bucket_bytes: size of a bucket; default: 25 MiB, between hosts 4 MiB, with a codec 9 MiB. The last buckets are
+            smaller. Larger => fewer collectives; smaller => they start earlier.
         first_bucket_bytes: size of the first one.
         buffers: "broadcast" rank 0's after each synchronizing backward, take their "mean", or "none".
         scaler: the ``GradScaler`` in use, if any.
@@ -100,6 +101,8 @@ def synchronize(
         comm = connect(timeout_s=timeout_s)
     elif timeout_s is not None:
         raise ValueError("timeout_s belongs to the communicator: pass it to gradsync.connect(), not beside comm=.")
+    if bucket_bytes is None:
+        settings = dataclasses.replace(settings, bucket_bytes=chosen.bucket_bytes_on(comm))
     own = comm.unchecked().clone()  # its calls follow the plan, on which all ranks agree
     agreed = {
         "strategy": spec.render(chosen),

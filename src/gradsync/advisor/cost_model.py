@@ -23,6 +23,7 @@ from gradsync.advisor.simulate import BucketWork, Program, StageWork, Timeline, 
 from gradsync.buckets.bucket import Bucket, BucketPlan, plan_buckets
 from gradsync.comm.base import Solo
 from gradsync.reducers.compressed.reducer import Compressed
+from gradsync.reducers.plain import Plain
 from gradsync.strategies.allreduce import header_bytes
 
 MIN_SCALE = 0.75  # at least this share of a recorded backward is computing, whatever the transport seems to take
@@ -164,8 +165,10 @@ def _gradient_sync(
 
 
 def _plan_of(measurement: Measurement, pattern: CommPattern, bucket_bytes: int | None) -> BucketPlan:
-    """The buckets that the engine would make; default size: the reducer's own."""
-    cap_bytes = bucket_bytes or pattern.make_reducer().bucket_bytes
+    """The buckets that the engine would make; default size: the reducer's own, or the transport's if it is exact."""
+    reducer = pattern.make_reducer()
+    default_bytes = measurement.exact_bucket_bytes if isinstance(reducer, Plain) else reducer.bucket_bytes
+    cap_bytes = bucket_bytes or default_bytes
     return _meta_plan(measurement.gradients, cap_bytes, measurement.first_bucket_bytes)
 
 

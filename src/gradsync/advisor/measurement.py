@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gradsync import spec
-from gradsync.buckets.bucket import FIRST_BUCKET_BYTES, MIB
+from gradsync.buckets.bucket import BUCKET_BYTES, FIRST_BUCKET_BYTES, MIB
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ class Measurement:
         after_s: from there to the end of ``optimizer.step()``.
         waiting_s: the part of ``exposed_s`` spent waiting for slower ranks. No choice that waits for all removes it.
         choice: what ran.
+        exact_bucket_bytes: the default size of buckets of exact strategies on the transport that ran.
         ranks_per_host, cores_per_host, threads: they decide whether compute and transport share cores.
 
     >>> from gradsync.advisor import Choice, Gradient, Measurement
@@ -98,6 +99,7 @@ class Measurement:
     waiting_s: float = 0.0
     choice: Choice = field(default_factory=lambda: Choice("allreduce"))
     first_bucket_bytes: int = FIRST_BUCKET_BYTES
+    exact_bucket_bytes: int = BUCKET_BYTES
     world_size: int = 2
     ranks_per_host: int = 1
     cores_per_host: int = 1

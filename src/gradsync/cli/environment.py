@@ -21,7 +21,9 @@ from gradsync.advisor import (
     measure_costs,
     measure_network,
 )
+from gradsync.buckets.bucket import BUCKET_BYTES
 from gradsync.comm import connect
+from gradsync.comm.tcp.communicator import Tcp
 from gradsync.profiling.record import StepRecord
 from gradsync.profiling.run import Run, read_raw_records
 from gradsync.profiling.summary import RunSummary, summarize
@@ -114,6 +116,7 @@ def measurement_of(run: Run) -> Measurement:
         after_s=after_s,
         waiting_s=_mean([_waiting_after_backward_s(step) for step in steps]),
         choice=Choice(meta.strategy, meta.bucket_bytes),
+        exact_bucket_bytes=Tcp.bucket_bytes if meta.transport == Tcp.transport else BUCKET_BYTES,
         world_size=run.world_size,
         ranks_per_host=max(hosts.count(host) for host in hosts),
         cores_per_host=meta.cores,

@@ -92,6 +92,7 @@ class Communicator(abc.ABC):
     transport: str = "none"  # what moves the bytes: "c10d", "threads", ...
     sends_used_only: bool = False  # all_to_all sends only the ``used`` bytes of a row
     compares_calls: bool = False  # the transport itself finds ranks whose calls differ: see checked.py
+    bucket_bytes: int | None = None  # buckets of this size suit its all-reduce; None: the strategy's own default
     why: str = ""  # why this transport was chosen, for `gradsync info` and sync.stats()
 
     def __init__(self, rank: int, world_size: int, *, timeout_s: float, worker: Worker | None = None) -> None:

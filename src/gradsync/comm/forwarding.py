@@ -20,6 +20,7 @@ class Forwarding(Communicator):
         self.transport = inner.transport
         self.why = inner.why
         self.sends_used_only = inner.sends_used_only
+        self.bucket_bytes = inner.bucket_bytes
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
         return self.inner.all_reduce(tensor, op=op)

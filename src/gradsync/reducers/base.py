@@ -51,6 +51,10 @@ class Reducer(abc.ABC):
         """
         return None
 
+    def bucket_bytes_on(self, comm: Communicator) -> int:
+        """The default size of its buckets on a transport."""
+        return self.bucket_bytes
+
     def stages(self, world_size: int) -> int:
         """The number of stages with ``world_size`` ranks. Default: ``num_stages``."""
         return self.num_stages

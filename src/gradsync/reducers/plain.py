@@ -20,6 +20,9 @@ class Plain(Reducer):
     1
     """
 
+    def bucket_bytes_on(self, comm: Communicator) -> int:
+        return comm.bucket_bytes or self.bucket_bytes
+
     def in_place_range(self, slot: Slot, comm: Communicator) -> tuple[int, int] | None:
         """The slot's part of the range that this rank sums: there the transport can read its values in place."""
         if slot.is_small:

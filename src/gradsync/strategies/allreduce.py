@@ -65,6 +65,9 @@ class AllReduce(Strategy):
     def close(self) -> None:
         self.sync.abandon()
 
+    def bucket_bytes_on(self, comm: Communicator) -> int:
+        return self.reducer.bucket_bytes_on(comm)
+
     def bytes_per_step(self) -> int:
         return self._bytes_per_step(self.reducer)
 

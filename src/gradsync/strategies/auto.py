@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gradsync import spec
-from gradsync.buckets.bucket import Bucket, BucketPlan, plan_buckets
+from gradsync.buckets.bucket import BUCKET_BYTES, Bucket, BucketPlan, plan_buckets
 from gradsync.comm.allreduce.autotune import autotune, hosts_of
 from gradsync.comm.allreduce.selector import SelectedAllReduce
 from gradsync.comm.allreduce.table import FORMAT, Table, parse_tables
@@ -184,6 +184,7 @@ class Auto(Strategy):
         last = min(backward_end, max(ready.values()))
         params = [(slot.name, slot.param) for bucket in buckets for slot in bucket.slots]
         return Measurement(
+            exact_bucket_bytes=self.comm.bucket_bytes or BUCKET_BYTES,
             gradients=gradients_of(params, ready),
             forward_s=backward_start,
             backward_s=last - backward_start,
@@ -203,7 +204,7 @@ class Auto(Strategy):
         self._inner.setup(self._training)
         self._inner.attach(self.plan, self.comm)
         # The engine changes the bucket layout before the next backward, if this is not its size already.
-        self.wanted_bucket_bytes = self._inner.bucket_bytes if bucket_bytes is None else bucket_bytes
+        self.wanted_bucket_bytes = bucket_bytes or self._inner.bucket_bytes_on(self.comm)
 
     # -- forwarded to the inner strategy --------------------------------------------------------------------------
 
@@ -228,6 +229,9 @@ class Auto(Strategy):
             self._timer.steps.clear()  # they were measured with other buckets
         super().attach(plan, comm)
         self._inner.attach(plan, comm)
+
+    def bucket_bytes_on(self, comm: Communicator) -> int:
+        return self._inner.bucket_bytes_on(comm)
 
     def gradient_sync(self, step: int) -> GradientSync | None:
         inner = self._inner.gradient_sync(step)

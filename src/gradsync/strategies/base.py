@@ -71,6 +71,10 @@ class Strategy(abc.ABC):
         self.plan = plan
         self.comm = comm
 
+    def bucket_bytes_on(self, comm: Communicator) -> int:
+        """The default size of its buckets on a transport."""
+        return self.bucket_bytes
+
     @abc.abstractmethod
     def gradient_sync(self, step: int) -> GradientSync | None:
         """The object that averages the gradients of this step's backward; None: they stay with their rank.

@@ -144,3 +144,20 @@ def test_staging_pool_reuses_the_best_fit_and_keeps_few() -> None:
     assert pool.take(15).numel() == 20
     assert pool.take(45).numel() == 50
     assert pool.take(10).numel() == 30, "the one of 10 bytes was dropped"
+
+
+def plan_of_default_buckets() -> tuple[int, int]:
+    """The largest bucket over TCP by default, and with a size of the user's."""
+    sizes = []
+    for given in (None, 32 * MIB):
+        model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(12)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = gradsync.synchronize(model, optimizer, bucket_bytes=given, comm=connected())
+        sizes.append(max(sync.stats()["bucket_bytes"]))
+        sync.close()
+    return sizes[0], sizes[1]
+
+
+def test_exact_buckets_are_small_enough_to_start_early() -> None:
+    for default, given in run_processes(2, plan_of_default_buckets):
+        assert default <= 5 * MIB < given

@@ -33,6 +33,7 @@ class Tcp(C10d):
     """A group of torch.distributed, with exchanges of our own between CPU ranks. Made by ``connect``."""
 
     transport = "tcp"
+    bucket_bytes: int = 4 << 20  # a link is slower than memory: it should be busy soon after backward has begun
     _connecting = False
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
