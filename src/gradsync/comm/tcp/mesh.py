@@ -220,6 +220,7 @@ class StagingPool:
     """Memory for messages that are summed when they arrive. Later messages reuse it, so it stays in the cache."""
 
     MAX_FREE = 4  # buffers that are kept
+    MAX_FREE_BYTES = 64 << 20  # of each of them: the staging of a larger tensor is freed after its sum
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -237,6 +238,8 @@ class StagingPool:
 
     def give_back(self, buffer: Tensor) -> None:
         """The message was summed."""
+        if buffer.numel() > self.MAX_FREE_BYTES:
+            return
         with self._lock:
             self._free = sorted([*self._free, buffer], key=Tensor.numel)[-self.MAX_FREE :]
 
