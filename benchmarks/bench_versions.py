@@ -27,6 +27,7 @@ from rich.table import Table  # noqa: E402
 from benchmarks.support.launch import free_port, is_checkout, python_path, run_in_lab, run_on_this_host  # noqa: E402
 from benchmarks.support.paired import paired_ratio  # noqa: E402
 from benchmarks.support.reporting import RESULTS, Reporting  # noqa: E402
+from benchmarks.workers.step_model import MODELS  # noqa: E402
 from gradsync.testing import LabError  # noqa: E402
 
 WORKERS = 2
@@ -38,7 +39,9 @@ CASES = {  # name: link, transport, strategy
 }
 
 
-def measure(case: str, versions: Sequence[Path], *, rounds: int, steps: int, timeout_s: float) -> list[dict[str, Any]]:
+def measure(
+    case: str, versions: Sequence[Path], *, model: str, rounds: int, steps: int, timeout_s: float
+) -> list[dict[str, Any]]:
     """Run both versions' workers in turns, block until all have ended, and return what rank 0 of each wrote."""
     link, transport, strategy = CASES[case]
     with tempfile.TemporaryDirectory() as folder:
@@ -47,8 +50,9 @@ def measure(case: str, versions: Sequence[Path], *, rounds: int, steps: int, tim
         outs = [Path(folder) / f"version{group}.json" for group in range(len(versions))]
         jobs: list[Callable[[], None]] = []
         for group, version in enumerate(versions):
-            worker = [sys.executable, "-m", "benchmarks.workers.versions", "--transport", transport]
-            worker += ["--strategy", strategy, "--group", str(group), "--rounds", str(rounds), "--steps", str(steps)]
+            worker = [sys.executable, "-m", "benchmarks.workers.versions", "--model", model]
+            worker += ["--transport", transport, "--strategy", strategy, "--group", str(group)]
+            worker += ["--rounds", str(rounds), "--steps", str(steps)]
             worker += ["--counter", str(counter), "--out", str(outs[group]), "--timeout-s", str(timeout_s)]
             command = ["env", f"PYTHONPATH={python_path(version)}", f"MASTER_PORT={free_port()}", *worker]
             jobs.append(_running(command, link, timeout_s))
@@ -86,6 +90,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Whether a change has made a step slower: old and new in turns.")
     parser.add_argument("--old", type=Path, required=True, help="a checkout of the version to compare with")
     parser.add_argument("--cases", default="same_host,int8_1gbit", help=f"of {','.join(CASES)}")
+    parser.add_argument("--model", choices=MODELS, default="gpt", help="of bench_step.py (default: gpt)")
     parser.add_argument("--rounds", type=int, default=40, help="pairs for the interval (default: 40)")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of a version in a round (default: 4)")
     parser.add_argument("--timeout-s", type=float, default=1800.0, help="for each case (default: 1800)")
@@ -116,6 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 old, new = measure(
                     case,
                     [options.old.resolve(), PROJECT],
+                    model=options.model,
                     rounds=options.rounds,
                     steps=options.steps,
                     timeout_s=options.timeout_s,

@@ -40,13 +40,22 @@ def run_on_this_host(command: Sequence[str], *, workers: int, timeout_s: float) 
     run_commands([command] * workers, envs=rank_environments(workers), timeout_s=timeout_s)
 
 
-def run_in_lab(command: Sequence[str], *, workers: int, timeout_s: float, rate: str | None) -> None:
-    """Run each rank on a host of its own, on links of a rate (None: unlimited); block until all have ended.
+def run_in_lab(
+    command: Sequence[str], *, workers: int, timeout_s: float, rate: str | None, ranks_per_host: int = 1
+) -> None:
+    """Run the ranks on hosts of a lab, on links of a rate (None: unlimited); block until all have ended.
 
     Raises LabError.
     """
-    with Lab(hosts=workers, rate=rate) as lab:
-        lab.run([command] * workers, env=environment(), timeout_s=timeout_s)
+    with Lab(hosts=workers // ranks_per_host, rate=rate) as lab:
+        commands, envs = [], []
+        for rank in range(workers):
+            host, local_rank = divmod(rank, ranks_per_host)
+            place = {"RANK": str(rank), "WORLD_SIZE": str(workers)}
+            place |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(ranks_per_host)}
+            commands.append(["ip", "netns", "exec", lab.namespace(host), *command])
+            envs.append({**environment(), **lab.environment(host), **place})
+        run_commands(commands, envs=envs, timeout_s=timeout_s)
 
 
 def free_port() -> int:

@@ -21,22 +21,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 PROJECT = Path(__file__).resolve().parents[2]
 RESULTS = PROJECT / "benchmarks" / "results"
-LOG_WIDTH = 120  # columns of output that is not a terminal
+LOG_WIDTH = 120
 
 
 class Reporting:
     """The output of one call of ``bench_<name>.py``: its console, and the file that it writes.
 
     ``arguments``: of its ``main``; None: those of the process.
+    ``log_width``: columns of output that is not a terminal.
     """
 
-    def __init__(self, name: str, arguments: Sequence[str] | None) -> None:
+    def __init__(self, name: str, arguments: Sequence[str] | None, *, log_width: int = LOG_WIDTH) -> None:
         self._name = name
         self._started = datetime.now(UTC)
         self._command = shlex.join(["python", f"benchmarks/bench_{name}.py", *(arguments or sys.argv[1:])])
         self.console = Console()
         if not self.console.is_terminal:
-            self.console.width = LOG_WIDTH
+            self.console.width = log_width
 
     @contextlib.contextmanager
     def counting(self, total: int) -> Iterator[Callable[[str], None]]:

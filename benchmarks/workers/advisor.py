@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 import gradsync
-from benchmarks.workers.step_model import BATCH, TOKENS, VOCABULARY, Transformer, order_of_round
+from benchmarks.workers.step_model import BATCH, TOKENS, VOCABULARY, Transformer
+from benchmarks.workers.step_timing import order_of_round
 from examples.char_lm import GPT, loss_of
 from gradsync.advisor import Choice, Measurement, measure_costs, measure_network
 from gradsync.advisor.comm_pattern import comm_pattern_of

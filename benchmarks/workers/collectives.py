@@ -28,7 +28,7 @@ from torch import Tensor
 
 import gradsync
 from benchmarks.support.sizes import show_size
-from benchmarks.workers.step_model import order_of_round
+from benchmarks.workers.step_timing import order_of_round
 from gradsync.comm.c10d.communicator import C10d
 from gradsync.comm.shm.communicator import Shm
 

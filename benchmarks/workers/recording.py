@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import gradsync
-from benchmarks.workers.step_model import order_of_round, step_of
+from benchmarks.workers.step_model import next_token_batch
+from benchmarks.workers.step_timing import order_of_round, step_of
 from gradsync.profiling import set_recording
 
 WIDTH, LAYERS, VOCABULARY, BATCH, TOKENS = 256, 4, 2048, 2, 64
@@ -71,7 +72,8 @@ def make_step(comm: gradsync.Communicator, *, recorded: bool, folder: Path | Non
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     gradsync.synchronize(model, optimizer, comm=comm)
     data = torch.Generator().manual_seed(1 + comm.rank)
-    return step_of(model, optimizer, torch.randint(VOCABULARY, (BATCH, TOKENS + 1), generator=data))
+    tokens = torch.randint(VOCABULARY, (BATCH, TOKENS + 1), generator=data)
+    return step_of(model, optimizer, next_token_batch(tokens))
 
 
 def overhead(options: argparse.Namespace) -> None:

@@ -8,21 +8,27 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
 import gradsync
-from benchmarks.workers.step_model import BATCH, TOKENS, VOCABULARY, Transformer, order_of_round, step_of, time_block
+from benchmarks.support.memory import PeakMemory
+from benchmarks.workers import step_peers as peers
+from benchmarks.workers.step_model import MODELS, Batch, Workload
+from benchmarks.workers.step_optimizer import make_plain, make_zero, state_bytes
+from benchmarks.workers.step_timing import order_of_round, step_of, time_block
 from gradsync.comm.c10d.communicator import C10d
+from gradsync.comm.hierarchical.communicator import connect_hierarchical
 from gradsync.comm.shm.communicator import Shm
+from gradsync.comm.topology import survey_hosts
 
 Attach = Callable[[nn.Module, torch.optim.Optimizer, gradsync.Communicator], nn.Module]
+MakeOptimizer = Callable[[Iterable[nn.Parameter], str], torch.optim.Optimizer]
+MakeStep = Callable[[nn.Module, torch.optim.Optimizer, Batch], Callable[[], None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,35 +38,22 @@ class Variant:
     title: str
     attach: Attach  # returns the module that the loop calls
     one_host_only: bool = False
-    adam: bool = False  # trains with AdamW; else with SGD
+    hierarchical: bool = False  # needs several hosts, with several ranks on each
+    adam: bool = False  # always trains with AdamW; else with the optimizer that --optimizer names
+    sends_less: bool = False  # than exact float32 sums do: its bound takes the bytes that the interface counted
+    needs: str = ""  # a package that gradsync does not install
+    make_optimizer: MakeOptimizer = make_plain
+    make_step: MakeStep = step_of
 
 
 def _compute_only(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync.Communicator) -> nn.Module:
     return model
 
 
-def _ddp(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync.Communicator) -> nn.Module:
-    return DistributedDataParallel(model)
-
-
-def _ddp_view(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync.Communicator) -> nn.Module:
-    return DistributedDataParallel(model, gradient_as_bucket_view=True)
-
-
-def _ddp_fp16(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync.Communicator) -> nn.Module:
-    module = DistributedDataParallel(model)
-    module.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    return module
-
-
-def _ddp_powersgd(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync.Communicator) -> nn.Module:
-    # One bucket: the hook starts collectives from completion callbacks, so with several buckets two Gloo ranks can
-    # start them in different orders. Tried: some runs abort.
-    module = DistributedDataParallel(model, bucket_cap_mb=100)
-    # It starts after two steps, the least that its authors allow; there are more untimed steps.
-    state = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-    module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    return module
+def _clone(comm: gradsync.Communicator) -> C10d:
+    group = comm.unchecked().clone()
+    assert isinstance(group, C10d)
+    return group
 
 
 def _gradsync_shm(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync.Communicator) -> nn.Module:
@@ -75,9 +68,7 @@ def _gradsync_c10d(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gra
 
 def _c10d(comm: gradsync.Communicator) -> C10d:
     """The same ranks over torch.distributed alone."""
-    group = comm.unchecked()
-    assert isinstance(group, C10d)
-    split = group.split_as(C10d, range(comm.world_size))
+    split = _clone(comm).split_as(C10d, range(comm.world_size))
     assert split is not None, "every rank is in it"
     return split
 
@@ -94,6 +85,19 @@ def _strategy(text: str) -> Attach:
 
     return attach
 
+
+def _hierarchical(text: str) -> Attach:
+    def attach(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync.Communicator) -> nn.Module:
+        group = _clone(comm)
+        survey = survey_hosts(group)
+        assert not survey.obstacle, survey.obstacle
+        gradsync.synchronize(model, optimizer, text, comm=connect_hierarchical(group, survey.hosts))
+        return model
+
+    return attach
+
+
+WARM_UP_STEPS = 3  # both DDP and gradsync rebuild their buckets after the first
 
 # Lossy compression. The 16-bit codec is what the others must beat.
 LOSSY = {
@@ -118,37 +122,76 @@ PERIODIC = {
 VARIANTS: dict[str, Variant] = {
     "compute": Variant(title="compute only", attach=_compute_only),
     "compute_adam": Variant(title="compute only, AdamW", attach=_compute_only, adam=True),
-    "ddp": Variant(title="DDP", attach=_ddp),
-    "ddp_view": Variant(title="DDP, bucket views", attach=_ddp_view),
-    "ddp_fp16": Variant(title="DDP, fp16 hook", attach=_ddp_fp16),
-    "ddp_powersgd": Variant(title="DDP, PowerSGD rank 4 hook", attach=_ddp_powersgd),
+    "ddp": Variant(title="DDP", attach=peers.ddp),
+    "ddp_view": Variant(title="DDP, bucket views", attach=peers.ddp_view),
+    "ddp_fp16": Variant(title="DDP, fp16 hook", attach=peers.ddp_fp16, sends_less=True),
+    "ddp_powersgd": Variant(title="DDP, PowerSGD rank 4 hook", attach=peers.ddp_powersgd, sends_less=True),
+    "ddp_zero": Variant(title="DDP, ZeroRedundancyOptimizer", attach=peers.ddp, make_optimizer=make_zero),
+    "deepspeed_zero1": Variant(
+        title="DeepSpeed, ZeRO-1", attach=peers.deepspeed_zero1, make_step=peers.deepspeed_step, needs="deepspeed"
+    ),
     "gradsync": Variant(title="gradsync, tcp", attach=_gradsync),
     "gradsync_c10d": Variant(title="gradsync, c10d", attach=_gradsync_c10d),
     "gradsync_shm": Variant(title="gradsync, shm", attach=_gradsync_shm, one_host_only=True),
-    **{name: Variant(title=text, attach=_strategy(text)) for name, text in {**LOSSY, **PERIODIC}.items()},
-    "onebit_adam": Variant(title="onebit_adam, warmed up", attach=_strategy("onebit_adam(warmup_steps=2)"), adam=True),
+    "gradsync_hierarchical": Variant(
+        title="gradsync, hierarchical", attach=_hierarchical("allreduce"), hierarchical=True
+    ),
+    **{
+        name: Variant(title=text, attach=_strategy(text), sends_less=True)
+        for name, text in {**LOSSY, **PERIODIC}.items()
+    },
+    "int8_hierarchical": Variant(
+        title="allreduce(codec=int8), hierarchical",
+        attach=_hierarchical("allreduce(codec=int8)"),
+        hierarchical=True,
+        sends_less=True,
+    ),
+    "onebit_adam": Variant(
+        title="onebit_adam, warmed up", attach=_strategy("onebit_adam(warmup_steps=2)"), adam=True, sends_less=True
+    ),
 }
 
 
-def make_step(variant: Variant, comm: gradsync.Communicator, *, seed: int) -> Callable[[], None]:
-    """Build a variant's own model from the seed; returns one whole training step of it."""
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """A variant that is ready to be timed."""
+
+    step: Callable[[], None]
+    peak_bytes: int  # by how much building it, and its first steps, have made the process grow at most
+    optimizer_state_bytes: int
+
+
+def build(variant: Variant, workload: Workload, comm: gradsync.Communicator, *, optimizer: str, seed: int) -> Built:
+    """Build a variant's own model from the seed, and take its first steps."""
+    memory = PeakMemory()
     torch.manual_seed(seed)
-    model = Transformer()
-    params = model.parameters()
-    optimizer = torch.optim.AdamW(params, lr=1e-4) if variant.adam else torch.optim.SGD(params, lr=0.01)
-    module = variant.attach(model, optimizer, comm)
+    model = workload.build()
+    used = variant.make_optimizer(model.parameters(), "adamw" if variant.adam else optimizer)
+    module = variant.attach(model, used, comm)
     data = torch.Generator().manual_seed(seed + 1 + comm.rank)
-    return step_of(module, optimizer, torch.randint(VOCABULARY, (BATCH, TOKENS + 1), generator=data))
+    step = variant.make_step(module, used, workload.make_batch(data))
+    for _ in range(WARM_UP_STEPS):
+        step()
+    found = torch.tensor([memory.num_bytes(), state_bytes(used)])
+    comm.all_reduce(found, op="max").wait()
+    return Built(step=step, peak_bytes=int(found[0]), optimizer_state_bytes=int(found[1]))
 
 
 def bytes_sent() -> int:
     """Read this host's counter of the interface that Gloo uses."""
-    return int(Path(f"/sys/class/net/{os.environ['GLOO_SOCKET_IFNAME']}/statistics/tx_bytes").read_text())
+    interface = os.environ["GLOO_SOCKET_IFNAME"]
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == interface:
+            return int(counts.split()[8])
+    raise ValueError(f"GLOO_SOCKET_IFNAME must name an interface of this host; got {interface!r}.")
 
 
 def main() -> None:
     """Measure, and on rank 0 write the times and bytes of each variant, round by round."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--optimizer", required=True)
     parser.add_argument("--variants", required=True)
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
@@ -158,21 +201,29 @@ def main() -> None:
 
     torch.set_num_threads(1)
     comm = gradsync.connect("tcp")
-    steps = {name: make_step(VARIANTS[name], comm, seed=0) for name in names}
-    for step in steps.values():
-        for _ in range(3):  # both DDP and gradsync rebuild their buckets after the first
-            step()
+    workload = MODELS[options.model]
+    # torch allocates memory of its own in the first steps. It must not count for the variant that comes first.
+    build(VARIANTS["compute"], workload, comm, optimizer=options.optimizer, seed=0)
+    built = {name: build(VARIANTS[name], workload, comm, optimizer=options.optimizer, seed=0) for name in names}
 
     step_s: dict[str, list[list[float]]] = {name: [] for name in names}
     sent_bytes: dict[str, list[int]] = {name: [] for name in names}
     for number in range(options.rounds):
         for name in order_of_round(names, number):
             before = bytes_sent()
-            step_s[name].append(time_block(steps[name], comm, steps=options.steps))
+            step_s[name].append(time_block(built[name].step, comm, steps=options.steps))
             sent_bytes[name].append(bytes_sent() - before)
     if comm.rank == 0:
-        per_step = {name: [sent / (options.steps + 1) for sent in sent_bytes[name]] for name in names}
-        options.out.write_text(json.dumps({"step_s": step_s, "sent_bytes_per_step": per_step}))
+        params = [param.nbytes for param in workload.build().parameters()]
+        measured = {
+            "num_tensors": len(params),
+            "gradient_bytes": sum(params),
+            "step_s": step_s,
+            "sent_bytes_per_step": {name: [sent / (options.steps + 1) for sent in sent_bytes[name]] for name in names},
+            "peak_bytes": {name: built[name].peak_bytes for name in names},
+            "optimizer_state_bytes": {name: built[name].optimizer_state_bytes for name in names},
+        }
+        options.out.write_text(json.dumps(measured))
 
 
 if __name__ == "__main__":

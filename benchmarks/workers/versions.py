@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 import gradsync
-from benchmarks.workers.step_model import BATCH, TOKENS, VOCABULARY, Transformer, order_of_round, step_of, time_block
+from benchmarks.workers.step_model import MODELS
+from benchmarks.workers.step_timing import order_of_round, step_of, time_block
 
 POLL_S = 0.002
 
@@ -30,6 +31,7 @@ def wait_for_turn(counter: Path, turn: int, *, timeout_s: float) -> None:
 def main() -> None:
     """Take part in every round, and on rank 0 write the times."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
     parser.add_argument("--transport", required=True)
     parser.add_argument("--strategy", required=True)
     parser.add_argument("--group", type=int, required=True)
@@ -43,14 +45,15 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     comm = gradsync.connect(options.transport)
-    model = Transformer()
+    workload = MODELS[options.model]
+    model = workload.build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     data = torch.Generator().manual_seed(1 + comm.rank)
-    tokens = torch.randint(VOCABULARY, (BATCH, TOKENS + 1), generator=data)
+    batch = workload.make_batch(data)
     turns = [group for number in range(options.rounds + 1) for group in order_of_round(["0", "1"], number)]
     blocks = []
     with gradsync.synchronize(model, optimizer, options.strategy, comm=comm):
-        step = step_of(model, optimizer, tokens)
+        step = step_of(model, optimizer, batch)
         for turn, group in enumerate(turns):
             if int(group) != options.group:
                 continue

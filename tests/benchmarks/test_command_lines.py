@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import ModuleType
 
 import pytest
@@ -39,6 +40,12 @@ from benchmarks import (
         (bench_convergence, ["--data", "/no/where"], "--data: expected a file to read; there is none at '/no/where'"),
         (bench_step, ["--rounds", "2"], "--rounds must be 3 or more"),
         (bench_step, ["--variants", "ddp,pigeon"], "--variants must be of"),
+        (bench_step, ["--links", "same,fast"], "a rate such as '1gbit' or '100mbit'; got 'fast'"),
+        (bench_step, ["--links", "same", "--world", "1"], "2 ranks or more; got 1"),
+        (bench_step, ["--links", "same", "--world", "2,many"], "--world must be whole numbers, such as 2,4,8; got"),
+        (bench_step, ["--links", "1gbit", "--hosts", "1", "--ranks-per-host", "2"], "Try --hosts 2 --ranks-per-host 2"),
+        (bench_step, ["--links", "1gbit", "--world", "6", "--ranks-per-host", "4"], "got 6 ranks, 4 a host"),
+        (bench_step, ["--hosts", "2", "--world", "2"], "Give one of them"),
         (bench_stragglers, ["--cases", "sometimes"], "--cases must be of permanent, random; got 'sometimes'"),
         (bench_stragglers, ["--only", "nobody"], "got 'nobody'"),
         (bench_stragglers, ["--seeds", "one"], "--seeds: expected whole numbers, such as 0,1,2; got 'one'"),
@@ -56,3 +63,13 @@ def test_benchmarks_refuse_bad_options(
     with pytest.raises(SystemExit):
         bench.parse(arguments)
     assert complaint in capsys.readouterr().err
+
+
+def test_bench_step_names_the_package_that_a_peer_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variant = dataclasses.replace(bench_step.VARIANTS["deepspeed_zero1"], needs="no_such_package")
+    monkeypatch.setitem(bench_step.VARIANTS, "deepspeed_zero1", variant)
+    with pytest.raises(SystemExit):
+        bench_step.parse(["--variants", "compute,deepspeed_zero1"])
+    assert "deepspeed_zero1 needs no_such_package, which is not installed" in capsys.readouterr().err

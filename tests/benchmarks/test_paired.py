@@ -7,7 +7,7 @@ import random
 import pytest
 
 from benchmarks.support.paired import paired_ratio, t_quantile
-from benchmarks.workers.step_model import order_of_round
+from benchmarks.workers.step_timing import order_of_round
 
 
 @pytest.mark.parametrize(("degrees", "expected"), [(2, 4.3027), (5, 2.5706), (11, 2.2010), (19, 2.0930), (120, 1.9799)])

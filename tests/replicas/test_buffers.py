@@ -9,7 +9,7 @@ from torch import nn
 import gradsync
 from gradsync.comm import Communicator
 from gradsync.comm.base import Solo
-from gradsync.replicas.buffers import BufferSync
+from gradsync.replicas.buffers import STAGED_BYTES, BufferSync
 from gradsync.testing import run_ranks
 
 
@@ -90,3 +90,40 @@ def test_buffer_sync_sees_scripted_modules(model: nn.Sequential) -> None:
     assert not buffers.changed()
     scripted(torch.ones(3, 2))
     assert buffers.changed()
+
+
+def test_buffer_sync_copies_small_and_large_buffers_of_every_dtype() -> None:
+    def run(comm: Communicator) -> list[list[float]]:
+        model = nn.Module()
+        model.register_buffer("mean", torch.zeros(3))
+        model.register_buffer("count", torch.tensor(0))
+        model.register_buffer("strided", torch.zeros(2, 3).T)
+        model.register_buffer("queue", torch.zeros(STAGED_BYTES, dtype=torch.float16))
+        buffers = BufferSync(model, "broadcast", comm)
+        for step in range(2):
+            for buffer in model.buffers():
+                buffer.fill_(10 * step + comm.rank + 1)
+            buffers.synchronize(0.5, src=1)
+        assert not buffers.changed()
+        return [buffer.double().unique().tolist() for buffer in model.buffers()]
+
+    assert run_ranks(2, run) == [[[12.0]] * 4] * 2
+
+
+@pytest.mark.parametrize("change", ["moved", "resized"])
+def test_buffer_sync_follows_the_memory_of_a_buffer(change: str) -> None:
+    def run(comm: Communicator) -> list[float]:
+        model = nn.Module()
+        model.register_buffer("mean", torch.zeros(4).resize_(2))
+        buffers = BufferSync(model, "broadcast", comm)
+        buffers.synchronize(0.5, src=0)
+        if change == "moved":
+            model.mean.data = torch.zeros(4)
+        else:
+            model.mean.resize_(4)  # within its memory
+        model.mean.fill_(comm.rank + 5.0)
+        buffers.synchronize(0.5, src=0)
+        found: list[float] = model.mean.tolist()
+        return found
+
+    assert run_ranks(2, run) == [[5.0] * 4] * 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -12,6 +12,7 @@ from gradsync.comm.base import Communicator
 from gradsync.replicas.agreement import copy_tensors
 
 BufferMode = Literal["broadcast", "mean", "none"]
+STAGED_BYTES = 64 * 1024  # buffers up to here are copied together; memory for them is kept
 BUFFER_MODES: tuple[BufferMode, ...] = ("broadcast", "mean", "none")
 
 
@@ -26,8 +27,9 @@ class BufferSync:
         self._tree = ModuleTree(model)
         self.mode = mode
         self._comm = comm
+        self._small = StagedTensors([])
         self._seen: list[tuple[Tensor, int]] = []
-        self._remember()
+        self._remember(self._tree.buffers())
 
     def changed(self) -> bool:
         """Whether a buffer of this rank was written since the last ``synchronize``."""
@@ -41,12 +43,16 @@ class BufferSync:
 
     def synchronize(self, share: float, src: int) -> None:
         """Overwrite the buffers with those of rank ``src``, or with the mean; ``share`` is this rank's part. Blocks."""
-        buffers = self._tree.buffers()
+        buffers = copied = self._tree.buffers()
         if self.mode == "mean":
             self._average([buffer for buffer in buffers if buffer.is_floating_point()], share)
-            buffers = [buffer for buffer in buffers if not buffer.is_floating_point()]  # a count has no mean
-        copy_tensors(self._comm, buffers, src)
-        self._remember()
+            copied = [buffer for buffer in buffers if not buffer.is_floating_point()]  # a count has no mean
+        small = [buffer for buffer in copied if buffer.nbytes <= STAGED_BYTES]
+        if not self._small.holds(small):
+            self._small = StagedTensors(small)
+        self._small.copy_from(src, self._comm)
+        copy_tensors(self._comm, [buffer for buffer in copied if buffer.nbytes > STAGED_BYTES], src)
+        self._remember(buffers)
 
     def _average(self, buffers: list[Tensor], share: float) -> None:
         with torch.no_grad():
@@ -58,8 +64,54 @@ class BufferSync:
                 for buffer, part in zip(group, flat.split([b.numel() for b in group]), strict=True):
                     buffer.data.copy_(part.view(buffer.shape))
 
-    def _remember(self) -> None:
-        self._seen = [(buffer, _version(buffer)) for buffer in self._tree.buffers()]
+    def _remember(self, buffers: list[Tensor]) -> None:
+        self._seen = [(buffer, _version(buffer)) for buffer in buffers]
+
+
+class StagedTensors:
+    """Copies many small tensors from one rank to the others, through flat memory that it keeps.
+
+    A residual network has some 150 running statistics. To cut and copy them one by one takes milliseconds a step; with
+    the views at hand it is one call for all of a dtype.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._known = [(tensor, tensor.data_ptr(), tensor.shape) for tensor in tensors]
+        by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for tensor in tensors:
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        self._groups = [_StagedGroup(group) for group in by_kind.values()]
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are its tensors, in the memory and the shape in which it knows them."""
+        return len(tensors) == len(self._known) and all(
+            tensor is known and tensor.data_ptr() == address and tensor.shape == shape
+            for tensor, (known, address, shape) in zip(tensors, self._known, strict=True)
+        )
+
+    def copy_from(self, src: int, comm: Communicator) -> None:
+        """Overwrite every rank's tensors with those of rank ``src``. Blocks."""
+        if comm.world_size == 1:
+            return
+        with torch.no_grad():
+            for group in self._groups:
+                if comm.rank == src:
+                    torch._foreach_copy_(group.parts, group.aliases)
+                comm.broadcast(group.flat, src).wait()
+                if comm.rank != src:
+                    torch._foreach_copy_(group.aliases, group.parts)
+
+
+class _StagedGroup:
+    """Tensors of one dtype on one device, and their places in a flat tensor."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        sizes = [tensor.numel() for tensor in tensors]
+        self.flat = torch.empty(sum(sizes), dtype=tensors[0].dtype, device=tensors[0].device)
+        pieces = zip(tensors, self.flat.split(sizes), strict=True)
+        self.parts = [piece.view(tensor.shape) for tensor, piece in pieces]
+        # .data: a buffer that a retained graph has saved may be overwritten with equal values
+        self.aliases = [tensor.data for tensor in tensors]
 
 
 class ModuleTree:
