@@ -16,10 +16,10 @@ from gradsync.kernels.shm import futex
 def survey_hosts(comm: Communicator) -> tuple[list[str], str]:
     """Each rank's host, and why ranks of one host can't share memory (empty if they can). Blocks: all ranks call it."""
     able = hasattr(os, "memfd_create") and futex.available()
-    answers = all_gather_object(comm, [able, torch.cuda.is_available(), "/".join(host_identity())])
+    answers = all_gather_object(comm, [able, torch.accelerator.is_available(), "/".join(host_identity())])
     hosts = [str(answer[2]) for answer in answers]
     if any(answer[1] for answer in answers):
-        return hosts, "there are GPUs, whose tensors NCCL moves"
+        return hosts, "there are GPUs, whose tensors torch.distributed moves"
     if not all(answer[0] for answer in answers):
         return hosts, "some system has no memfd, or its futex call is not known"
     return hosts, ""
