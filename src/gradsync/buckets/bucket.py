@@ -125,7 +125,7 @@ class Bucket:
                 slot.view.mul_(factor)
         for slot in unused:
             slot.view.zero_()  # it still holds the last mean
-            self.flags[slot.index] = 0.0
+            self.flags[slot.index].zero_()  # not `= 0.0`: that copies from the host, and blocks on a GPU
 
     @staticmethod
     def _bring_in(outside: Sequence[tuple[Slot, Tensor]], factor: float) -> None:
@@ -142,14 +142,15 @@ class Bucket:
         for slot in self.slots:
             slot.release()
 
-    def checksum(self) -> float:
-        """The sum of all values that this rank contributes."""
-        return sum(float(slot.source.double().sum()) * slot.source_gain for slot in self.slots)
+    def checksum(self) -> float | Tensor:
+        """The sum of all values that this rank contributes; a tensor if they are on a GPU, which is not waited for."""
+        sums = [slot.source.detach().double().sum() * slot.source_gain for slot in self.slots]
+        return sum(float(part) for part in sums) if self.storage.is_cpu else torch.stack(sums).sum()
 
     def publish(self) -> None:
         """After the reduction: ``.grad`` is the view wherever any rank had a gradient, and stays None elsewhere."""
         absent = [slot for slot in self.slots if slot.param.grad is None and not slot.held]
-        # Read the flags only where this rank lacks a gradient: on CUDA it blocks until the collective is done.
+        # Read the flags only where this rank lacks a gradient: on a GPU it blocks until the collective is done.
         counts = self.flags.tolist() if absent else []
         for slot in self.slots:
             slot.held, slot.external = False, None

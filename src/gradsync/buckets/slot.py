@@ -170,8 +170,8 @@ class Slot:
         if grad is None:
             return
         self.collect()
-        # Zeros, as zero_grad(set_to_none=False) leaves them, are not worth a copy. (On CUDA asking would block.)
-        if self.view.is_cuda or bool(self.view.any()):
+        # Zeros, as zero_grad(set_to_none=False) leaves them, are not worth a copy. (On a GPU asking would block.)
+        if not self.view.is_cpu or bool(self.view.any()):
             self.stashed = self.view.detach().clone()
             self.view.zero_()
 

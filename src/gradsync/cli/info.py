@@ -79,10 +79,12 @@ def _version(package: str) -> str:
 
 
 def _devices() -> list[str]:
-    if not torch.cuda.is_available():
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
         return []
-    properties = [torch.cuda.get_device_properties(at) for at in range(torch.cuda.device_count())]
-    return [f"cuda:{at} {p.name}, {p.total_memory / 2**30:.1f} GiB" for at, p in enumerate(properties)]
+    module = torch.get_device_module(kind)
+    properties = [module.get_device_properties(at) for at in range(torch.accelerator.device_count())]
+    return [f"{kind.type}:{at} {p.name}, {p.total_memory / 2**30:.1f} GiB" for at, p in enumerate(properties)]
 
 
 def _cores() -> dict[str, Any]:
@@ -143,8 +145,8 @@ def _transport(place: dict[str, Any]) -> dict[str, Any]:
     if place["world size"] == 1:
         return {"auto": Solo.transport, "why": Solo.why, "timeout_s": DEFAULT_TIMEOUT_S}
     ranks = f"{place['world size']} ranks, as {place['source']} says"
-    if torch.cuda.is_available():
-        return {"auto": "c10d", "why": f"{ranks}; NCCL for CUDA tensors", "timeout_s": DEFAULT_TIMEOUT_S}
+    if torch.accelerator.is_available():
+        return {"auto": "c10d", "why": f"{ranks}; torch.distributed for GPUs", "timeout_s": DEFAULT_TIMEOUT_S}
     if place["on this host"] == place["world size"]:
         return {"auto": "shm", "why": f"{ranks}; all on this host", "timeout_s": DEFAULT_TIMEOUT_S}
     return {"auto": "tcp", "why": f"{ranks}; on several hosts", "timeout_s": DEFAULT_TIMEOUT_S}

@@ -26,6 +26,10 @@ COMPILED_DTYPES = (torch.float32,)
 
 Payload = NewType("Payload", Tensor)  # a flat uint8 tensor that may be put on the wire
 
+# Whether values are finite: a bool for values on the CPU. For those on a GPU a tensor there with one element, because
+# reading it would stall: see [Note: read one step later] in comm/readback.py. Combine several with ``&``.
+Finite = bool | Tensor
+
 
 @dataclass
 class Residual:
@@ -58,7 +62,7 @@ class Codec(abc.ABC):
     may begin at any multiple of 8 bytes. A codec reuses its scratch memory and does not allocate in every call.
 
     NaN and inf are never removed: where ``x`` has one, the decoded values have one as well (not always in the same
-    place, nor only there), and ``decode`` returns False.
+    place, nor only there), and ``decode`` returns False. No method reads a value of a GPU's tensor on the host.
     """
 
     moves_magnitudes: bool = False  # True => `magnitudes` may be another part of the payload in another step
@@ -79,14 +83,14 @@ class Codec(abc.ABC):
         """
 
     @abc.abstractmethod
-    def decode(self, payload: Payload, out: Tensor, *, gain: float = 1.0, add: bool = False, key: int = 0) -> bool:
+    def decode(self, payload: Payload, out: Tensor, *, gain: float = 1.0, add: bool = False, key: int = 0) -> Finite:
         """Write ``gain`` times the decoded values to ``out``, or add them; returns whether all of them are finite."""
 
-    def decode_sum(self, payloads: Sequence[Payload], out: Tensor, *, gain: float = 1.0, key: int = 0) -> bool:
+    def decode_sum(self, payloads: Sequence[Payload], out: Tensor, *, gain: float = 1.0, key: int = 0) -> Finite:
         """Write ``gain`` times the sum of several decoded payloads, added in the given order."""
         finite = self.decode(payloads[0], out, gain=gain, key=key)
         for payload in payloads[1:]:
-            finite = self.decode(payload, out, gain=gain, add=True, key=key) and finite
+            finite = self.decode(payload, out, gain=gain, add=True, key=key) & finite
         return finite
 
     def merge(
@@ -100,7 +104,7 @@ class Codec(abc.ABC):
         key: int = 0,
         out: Tensor,
         out_gain: float = 1.0,
-    ) -> bool:
+    ) -> Finite:
         """Encode ``y = gain * x + residual.before + sum(decoded received)``; write ``out_gain`` times the decoded y.
 
         This is what the owner of a shard does with its own values and those of the other ranks. ``out`` may be ``x``.
@@ -137,6 +141,12 @@ class Codec(abc.ABC):
 
 
 spec.declare("codec", Codec)
+
+
+def all_finite(values: Tensor) -> Finite:
+    """Whether all values are finite."""
+    finite = values.isfinite().all()
+    return bool(finite) if finite.is_cpu else finite
 
 
 def padded(num_bytes: int) -> int:

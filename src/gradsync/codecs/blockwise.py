@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gradsync.codecs.base import COMPILED_DTYPES, BlockLayout, Codec, Payload, Residual, padded
+from gradsync.codecs.base import COMPILED_DTYPES, BlockLayout, Codec, Finite, Payload, Residual, all_finite, padded
 from gradsync.codecs.random import key_halves, uniform
 from gradsync.kernels.codecs.block_layout import ELISION_MIN_LEVELS, LARGEST_BLOCK, SUMS, WORDS, scale_limit
 
@@ -68,7 +68,7 @@ class Blockwise(Codec):
         else:
             self._merge_by_kernel(kernels, x, (), payload, gain, residual, key, None, 1.0)
 
-    def decode(self, payload: Payload, out: Tensor, *, gain: float = 1.0, add: bool = False, key: int = 0) -> bool:
+    def decode(self, payload: Payload, out: Tensor, *, gain: float = 1.0, add: bool = False, key: int = 0) -> Finite:
         kernels = self._kernels(out)
         if kernels is None:
             return self._decode_with_torch(payload, out, gain, add)
@@ -76,7 +76,7 @@ class Blockwise(Codec):
         finite: bool = kernels[1](payload.data_ptr(), codes, out.data_ptr(), numel, gain, add, self.block)
         return finite
 
-    def decode_sum(self, payloads: Sequence[Payload], out: Tensor, *, gain: float = 1.0, key: int = 0) -> bool:
+    def decode_sum(self, payloads: Sequence[Payload], out: Tensor, *, gain: float = 1.0, key: int = 0) -> Finite:
         if not out.is_cpu or out.dtype not in COMPILED_DTYPES:
             return super().decode_sum(payloads, out, gain=gain)
         sum_payloads, numel, codes = (
@@ -101,7 +101,7 @@ class Blockwise(Codec):
         key: int = 0,
         out: Tensor,
         out_gain: float = 1.0,
-    ) -> bool:
+    ) -> Finite:
         kernels = self._kernels(x)
         if kernels is None and x.dtype != _compute_dtype(x.dtype):
             return super().merge(
@@ -205,7 +205,7 @@ class Blockwise(Codec):
                 part = residual.after[first : first + rows * width].view(rows, width)
                 part.copy_(values - self._dequantize(codes, scale.unsqueeze(1)))
 
-    def _decode_with_torch(self, payload: Payload, out: Tensor, gain: float, add: bool) -> bool:
+    def _decode_with_torch(self, payload: Payload, out: Tensor, gain: float, add: bool) -> Finite:
         self._codes_offset(out, payload)
         wide = torch.empty(out.shape, dtype=_compute_dtype(out.dtype), device=out.device)
         for first, rows, width, scales, words in self._parts(payload, wide):
@@ -218,7 +218,7 @@ class Blockwise(Codec):
             out += values
         else:
             out.copy_(values)
-        return bool(values.isfinite().all())
+        return all_finite(values)
 
     def _parts(self, payload: Tensor, y: Tensor) -> Iterator[tuple[int, int, int, Tensor, Tensor]]:
         """The full blocks, then the short one: first value, rows, width, their scales and their words."""
@@ -303,7 +303,7 @@ def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def _mean_magnitude(magnitudes: Tensor) -> Tensor:
     """The mean of each row, summed in the order of the kernels: every ``SUMS``-th value, then the sums by halves."""
     rows, width = magnitudes.shape
-    shares = magnitudes * (1 / torch.tensor(width, dtype=magnitudes.dtype, device=magnitudes.device))
+    shares = magnitudes * (1 / torch.full((), width, dtype=magnitudes.dtype, device=magnitudes.device))
     sums = torch.zeros(rows, SUMS, dtype=magnitudes.dtype, device=magnitudes.device)
     for start in range(0, width, SUMS):
         part = shares[:, start : start + SUMS]

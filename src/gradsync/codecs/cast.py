@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradsync import spec
-from gradsync.codecs.base import COMPILED_DTYPES, Codec, Payload, Residual, padded
+from gradsync.codecs.base import COMPILED_DTYPES, Codec, Finite, Payload, Residual, all_finite, padded
 from gradsync.codecs.scratch import scratch
 
 _KERNELS: dict[tuple[torch.dtype, torch.dtype], tuple[Any, Any] | None] = {}  # encode and decode, once compiled
@@ -44,7 +44,7 @@ class Cast(Codec):
         if residual is not None:
             torch.sub(y, short, out=residual.after)
 
-    def decode(self, payload: Payload, out: Tensor, *, gain: float = 1.0, add: bool = False, key: int = 0) -> bool:
+    def decode(self, payload: Payload, out: Tensor, *, gain: float = 1.0, add: bool = False, key: int = 0) -> Finite:
         numel = self._check(out, payload)
         kernels = self._kernels(out)
         if kernels is not None:
@@ -56,7 +56,7 @@ class Cast(Codec):
             out += values
         else:
             out.copy_(values)
-        return bool(values.isfinite().all())
+        return all_finite(values)
 
     def _check(self, values: Tensor, payload: Tensor) -> int:
         numel = values.numel()

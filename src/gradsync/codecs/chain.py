@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradsync import spec
-from gradsync.codecs.base import Codec, Payload, Residual
+from gradsync.codecs.base import Codec, Finite, Payload, Residual
 from gradsync.codecs.scratch import scratch
 from gradsync.codecs.sparse import Sparse, check_payload_size, compensate
 
@@ -73,7 +73,7 @@ class Chain(Codec):
             before, after = (None, None) if residual is None else (residual.before, residual.after)
             self._encode(x, payload, x.dtype, gain=gain, before=before, after=after, key=key)
 
-    def decode(self, payload: Payload, out: Tensor, *, gain: float = 1.0, add: bool = False, key: int = 0) -> bool:
+    def decode(self, payload: Payload, out: Tensor, *, gain: float = 1.0, add: bool = False, key: int = 0) -> Finite:
         if out.numel() == 0:
             return True
         return self._decode(payload, out, out.dtype, gain=gain, add=add, key=key)
@@ -89,7 +89,7 @@ class Chain(Codec):
         key: int = 0,
         out: Tensor,
         out_gain: float = 1.0,
-    ) -> bool:
+    ) -> Finite:
         if x.numel() == 0:
             return True
         # The sum needs a buffer of full size: that of the residual, or else that of the result.
@@ -151,7 +151,7 @@ class Chain(Codec):
         self.rest.encode(values[:num], rest_payload, residual=Residual(lost, lost), key=key)
         self.first.scatter(index, lost, after, add=True, key=key)
 
-    def _decode(self, payload: Payload, out: Tensor, dtype: torch.dtype, *, gain: float, add: bool, key: int) -> bool:
+    def _decode(self, payload: Payload, out: Tensor, dtype: torch.dtype, *, gain: float, add: bool, key: int) -> Finite:
         index, values = self._parts(payload, out.numel(), dtype, out.device)
         num = self.first.num_kept(index, out.numel())
         rest_payload = self._rest_payload(payload, index.numel(), min(num, values.numel()), values.dtype)

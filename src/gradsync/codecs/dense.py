@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradsync import spec
-from gradsync.codecs.base import Codec, Payload, Residual, padded
+from gradsync.codecs.base import Codec, Finite, Payload, Residual, all_finite, padded
 
 
 @spec.register("codec", "dense")
@@ -36,13 +36,13 @@ class Dense(Codec):
             values += residual.before
             residual.after.zero_()
 
-    def decode(self, payload: Payload, out: Tensor, *, gain: float = 1.0, add: bool = False, key: int = 0) -> bool:
+    def decode(self, payload: Payload, out: Tensor, *, gain: float = 1.0, add: bool = False, key: int = 0) -> Finite:
         values = _values(payload, out)
         if add:
             out.add_(values, alpha=gain)
         else:
             torch.mul(values, gain, out=out)
-        return bool(values.isfinite().all())
+        return all_finite(values)
 
     def merge(
         self,
@@ -55,7 +55,7 @@ class Dense(Codec):
         key: int = 0,
         out: Tensor,
         out_gain: float = 1.0,
-    ) -> bool:
+    ) -> Finite:
         self.encode(x, payload, gain=gain, residual=residual)
         total = _values(payload, x)
         for other in received:

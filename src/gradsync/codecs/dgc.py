@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gradsync import spec
-from gradsync.codecs.base import Payload
+from gradsync.codecs.base import Finite, Payload
 from gradsync.codecs.sparse import Sparse, check_density
 from gradsync.codecs.topk import TopK
 
@@ -77,7 +77,7 @@ class Dgc(Sparse):
 
     def scatter(
         self, index: Tensor, values: Tensor, out: Tensor, *, gain: float = 1.0, add: bool = False, key: int = 0
-    ) -> bool:
+    ) -> Finite:
         return self._after_warmup.scatter(index, values, out, gain=gain, add=add, key=key)
 
     def erase(self, payload: Payload, out: Tensor, *, key: int = 0) -> None:

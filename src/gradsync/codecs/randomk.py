@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradsync import spec
 from gradsync.codecs import sparse
-from gradsync.codecs.base import Payload
+from gradsync.codecs.base import Finite, Payload
 from gradsync.codecs.random import sequence_start, stratified_positions
 from gradsync.codecs.sparse import Sparse, check_density, kernels, kernels_support, num_to_keep
 
@@ -92,7 +92,7 @@ class RandomK(Sparse):
 
     def scatter(
         self, index: Tensor, values: Tensor, out: Tensor, *, gain: float = 1.0, add: bool = False, key: int = 0
-    ) -> bool:
+    ) -> Finite:
         if kernels_support(out):
             run = kernels("randomk")
             op = run.ADD if add else run.SET

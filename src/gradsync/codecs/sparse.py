@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradsync.codecs.base import COMPILED_DTYPES, Codec, Payload, Residual, padded
+from gradsync.codecs.base import COMPILED_DTYPES, Codec, Finite, Payload, Residual, all_finite, padded
 
 
 class Sparse(Codec):
@@ -37,7 +37,7 @@ class Sparse(Codec):
 
     @abc.abstractmethod
     def num_kept(self, index: Tensor, numel: int) -> int:
-        """The number of values that an index lists."""
+        """The number of values that an index lists; on a GPU, where reading it would stall, ``max_kept``."""
 
     @abc.abstractmethod
     def select(
@@ -51,7 +51,7 @@ class Sparse(Codec):
         after: Tensor | None = None,
         key: int = 0,
     ) -> int:
-        """Choose values of ``y = gain * x + before``; write their index and their values in order; returns how many.
+        """Choose values of ``y = gain * x + before``; write their index and values in order; returns ``num_kept``.
 
         ``values`` has ``max_kept`` elements; those behind the last chosen one are set to zero. ``after`` becomes y
         minus ``values``; it may be ``before`` or, if that is None and ``gain`` is 1, ``x``.
@@ -60,7 +60,7 @@ class Sparse(Codec):
     @abc.abstractmethod
     def scatter(
         self, index: Tensor, values: Tensor, out: Tensor, *, gain: float = 1.0, add: bool = False, key: int = 0
-    ) -> bool:
+    ) -> Finite:
         """Write ``gain`` times the values to their positions and zero elsewhere, or add; returns if all are finite."""
 
     @abc.abstractmethod
@@ -88,7 +88,7 @@ class Sparse(Codec):
         before, after = (None, None) if residual is None else (residual.before, residual.after)
         self.select(x, index, values, gain=gain, before=before, after=after, key=key)
 
-    def decode(self, payload: Payload, out: Tensor, *, gain: float = 1.0, add: bool = False, key: int = 0) -> bool:
+    def decode(self, payload: Payload, out: Tensor, *, gain: float = 1.0, add: bool = False, key: int = 0) -> Finite:
         if out.numel() == 0:
             return True
         index, values = self._parts(payload, out.numel(), out.dtype)
@@ -105,7 +105,7 @@ class Sparse(Codec):
         key: int = 0,
         out: Tensor,
         out_gain: float = 1.0,
-    ) -> bool:
+    ) -> Finite:
         if x.numel() == 0:
             return True
         # The sum needs a buffer of full size: that of the residual, or else that of the result.
@@ -206,13 +206,25 @@ def subtract_sent(y: Tensor, where: Tensor, values: Tensor) -> Tensor:
     return y
 
 
-def scatter_at(values: Tensor, where: Tensor, out: Tensor, *, gain: float, add: bool) -> bool:
-    """``scatter`` for known positions."""
+def scatter_at(
+    values: Tensor, where: Tensor, out: Tensor, *, gain: float, add: bool, used: Tensor | None = None
+) -> Finite:
+    """``scatter`` for known positions; ``used``: which of them are in use (see [Note: fixed sizes] in topk.py)."""
     scaled = (values.to(torch.promote_types(values.dtype, out.dtype)) * gain).to(out.dtype)
     if not add:
         out.zero_()
-    out[where] = out[where] + scaled if add else scaled
-    return bool(scaled.isfinite().all())
+    result = out[where] + scaled if add else scaled
+    if used is None:
+        out[where] = result
+        return all_finite(scaled)
+    write_at(out, where, result, used)
+    return all_finite(torch.where(used, scaled, 0.0))
+
+
+def write_at(out: Tensor, where: Tensor, result: Tensor, used: Tensor) -> None:
+    """``out[where] = result`` for the entries in use. The others repeat what the first entry writes."""
+    first = torch.where(used[:1], result[:1], out[where[:1]])
+    out[torch.where(used, where, where[:1])] = torch.where(used, result, first)
 
 
 def check_density(density: float) -> None:

@@ -2,6 +2,9 @@
 
 ``TopK`` is the codec. ``_Plan`` holds everything that follows from a size and a density, and how positions are stored.
 float32 on a CPU is selected by a kernel in one pass over the values (kernels/codecs/topk.py), anything else by torch.
+
+[Note: fixed sizes] How many values are kept depends on the values, and a GPU's host must not wait to learn it. So the
+torch code always handles k positions, together with a mask of those that are in use; the others change nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from torch import Tensor
 
 from gradsync import spec
 from gradsync.codecs import sparse
-from gradsync.codecs.base import Payload, padded
+from gradsync.codecs.base import Finite, Payload, padded
 from gradsync.codecs.random import sequence_start, stratified_positions
 from gradsync.codecs.scratch import scratch
 from gradsync.codecs.sparse import Sparse, check_density, kernels, kernels_support, num_to_keep
@@ -67,7 +70,7 @@ class TopK(Sparse):
         plan = _Plan.of(self, numel)
         if index.device.type == "cpu":
             return int(kernels("topk").count(plan.high(index).view(torch.uint64).numpy()))
-        return plan.read(index).numel()
+        return plan.k  # see [Note: fixed sizes]
 
     def select(
         self,
@@ -84,24 +87,25 @@ class TopK(Sparse):
         if kernels_support(x, values, *(tensor for tensor in (before, after) if tensor is not None)):
             return _select_by_kernel(plan, x, index, values, gain=gain, before=before, after=after)
         y = sparse.compensated(x, gain=gain, before=before)
-        where = _largest(y, plan)
-        num = where.numel()
-        values[:num] = sparse.narrow(y[where], values.dtype)
-        values[num:] = 0
-        plan.write(where, index)
+        keep = _largest(y, plan)
+        where, used = _first_set(keep, plan.k)
+        values.copy_(torch.where(used, sparse.narrow(y[where], values.dtype), 0.0))
+        plan.write(where, used, index)
         if after is not None:
-            after.copy_(sparse.subtract_sent(y, where, values[:num]))
-        return num
+            sent = sparse.narrow(y, values.dtype).to(y.dtype)
+            rest = torch.where(sent.isfinite(), y - sent, 0.0)
+            after.copy_(torch.where(keep, rest, y))
+        return int(used.sum()) if used.is_cpu else plan.k
 
     def scatter(
         self, index: Tensor, values: Tensor, out: Tensor, *, gain: float = 1.0, add: bool = False, key: int = 0
-    ) -> bool:
+    ) -> Finite:
         plan = _Plan.of(self, out.numel())
         if kernels_support(out, values):
             run = kernels("topk")
             return _scatter_by_kernel(plan, index, values, out, gain=gain, op=run.ADD if add else run.SET)
-        where = plan.read(index)
-        return sparse.scatter_at(values[: where.numel()], where, out, gain=gain, add=add)
+        where, used = (entries[: values.numel()] for entries in plan.read(index))
+        return sparse.scatter_at(values[: plan.k], where, out, gain=gain, add=add, used=used)
 
     def erase(self, payload: Payload, out: Tensor, *, key: int = 0) -> None:
         if out.numel() == 0:
@@ -112,7 +116,8 @@ class TopK(Sparse):
             unread = scratch("topk unread values", plan.k, out.dtype)
             _scatter_by_kernel(plan, index, unread, out, gain=1.0, op=kernels("topk").ZERO)
         else:
-            out[plan.read(index)] = 0
+            where, used = plan.read(index)
+            sparse.write_at(out, where, torch.zeros_like(where, dtype=out.dtype), used)
 
 
 @dataclass(frozen=True)
@@ -165,30 +170,34 @@ class _Plan:
     def high(self, index: Tensor) -> Tensor:
         return index[self.low_section_bytes :]
 
-    def write(self, where: Tensor, index: Tensor) -> None:
-        """Write ascending positions to an index, with torch."""
+    def write(self, where: Tensor, used: Tensor, index: Tensor) -> None:
+        """Write ascending positions, those in use, to an index, with torch."""
         index.zero_()
-        low = torch.stack([where >> 8 * place & 0xFF for place in range(self.low_bytes)], dim=1).to(torch.uint8)
-        self.low(index)[: low.numel()] = low.view(-1)
+        low = torch.stack([where >> 8 * place & 0xFF for place in range(self.low_bytes)], dim=1)
+        self.low(index)[: low.numel()] = torch.where(used.unsqueeze(1), low, 0).to(torch.uint8).view(-1)
         high = self.high(index)
-        bits = torch.zeros(high.numel() * 8, dtype=torch.uint8, device=index.device)
-        bits[torch.arange(where.numel(), device=index.device) + (where >> 8 * self.low_bytes)] = 1
-        high.copy_((bits.view(-1, 8) << _bit_positions(index.device)).sum(1))
+        unused = high.numel() * 8  # the bit that entries which are not in use set: it is not stored
+        bits = torch.zeros(unused + 1, dtype=torch.uint8, device=index.device)
+        place = torch.arange(self.k, device=index.device) + (where >> 8 * self.low_bytes)
+        bits.scatter_(0, torch.where(used, place, unused), 1)
+        high.copy_((bits[:unused].view(-1, 8) << _bit_positions(index.device)).sum(1))
 
-    def read(self, index: Tensor) -> Tensor:
-        """The positions in an index, with torch."""
+    def read(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """The positions in an index, with torch, and which of them are in use: see [Note: fixed sizes].
+
+        An index of another codec is refused on a CPU. On a GPU, positions that do not exist are ignored.
+        """
         bits = self.high(index).unsqueeze(1) >> _bit_positions(index.device) & 1
-        high = bits.view(-1).nonzero().view(-1)
-        num = high.numel()
-        where = high - torch.arange(num, device=index.device)
-        if num > self.k:
-            raise _invalid_payload(self)
-        low = self.low(index).view(-1, self.low_bytes)[:num].to(torch.int64)
+        is_set = bits.view(-1) != 0
+        high, used = _first_set(is_set, self.k)
+        where = high - torch.arange(self.k, device=index.device)
+        low = self.low(index)[: self.k * self.low_bytes].view(-1, self.low_bytes).to(torch.int64)
         for place in reversed(range(self.low_bytes)):
             where = where << 8 | low[:, place]
-        if num and int(where[-1]) >= self.numel:
+        exists = used & (where < self.numel)
+        if index.is_cpu and (int(is_set.sum()) > self.k or not torch.equal(exists, used)):
             raise _invalid_payload(self)
-        return where
+        return torch.where(exists, where, 0), exists
 
 
 def _bit_positions(device: torch.device) -> Tensor:
@@ -270,21 +279,26 @@ def _scatter_by_kernel(plan: _Plan, index: Tensor, values: Tensor, out: Tensor, 
 
 
 def _largest(y: Tensor, plan: _Plan) -> Tensor:
-    """The positions that the kernel would find, with torch."""
+    """A mask of the values that the kernel would choose, with torch. See [Note: fixed sizes]."""
     bits = _BITS[y.dtype]
     magnitudes = y.view(bits) & torch.iinfo(bits).max
     sample = magnitudes[stratified_positions(plan.num_samples, plan.numel, _SAMPLE_KEY, y.device)]
     sample = sample.to(torch.int64).sort(descending=True).values
-    where = torch.empty(0, dtype=torch.int64, device=y.device)
-    for rank in (*plan.sample_ranks, 0):
-        least = max(1, int(sample[rank - 1])) if rank else 1
-        where = (magnitudes >= least).nonzero().view(-1)
-        if where.numel() >= plan.min_kept or least == 1:
-            break
-    if where.numel() <= plan.k:
-        return where
-    found = magnitudes[where].to(torch.int64)
-    limit = found.topk(plan.k).values[-1]
-    larger, equal = found > limit, found == limit
-    first_equal = equal.cumsum(0) <= plan.k - larger.sum()
-    return where[larger | equal & first_equal]
+    threshold = torch.ones((), dtype=torch.int64, device=y.device)
+    for rank in reversed(plan.sample_ranks):
+        candidate = sample[rank - 1].clamp(min=1)
+        threshold = torch.where((magnitudes >= candidate).sum() >= plan.min_kept, candidate, threshold)
+    # If more than k values reach the threshold, the k largest are kept; of equal ones the first.
+    threshold = torch.maximum(magnitudes.topk(plan.k).values[-1].to(torch.int64), threshold)
+    larger, equal = magnitudes > threshold, magnitudes == threshold
+    return larger | equal & (equal.cumsum(0) <= plan.k - larger.sum())
+
+
+def _first_set(mask: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The positions of the first k elements that are set, and which of these entries are in use; 0 for the others."""
+    beyond = k  # all other elements write to one more entry, which is dropped
+    entry = torch.where(mask, mask.cumsum(0) - 1, beyond).clamp(max=beyond)
+    positions = torch.zeros(k + 1, dtype=torch.int64, device=mask.device)
+    positions.scatter_(0, entry, torch.arange(mask.numel(), device=mask.device))
+    used = torch.arange(k, device=mask.device) < mask.sum()
+    return torch.where(used, positions[:k], 0), used

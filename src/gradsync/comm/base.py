@@ -38,7 +38,7 @@ class Work(abc.ABC):
     def wait(self) -> None:
         """Block until the result is in place; raise what went wrong. At most ``timeout_s`` of the communicator.
 
-        On CUDA it makes the current stream wait, not the host, as torch.distributed does.
+        On a GPU it makes the current stream wait, not the host, as torch.distributed does.
         """
 
     @abc.abstractmethod

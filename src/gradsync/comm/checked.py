@@ -226,11 +226,11 @@ def _all_same(largest: Tensor) -> bool:
 
 
 def _with_current_stream(tensor: Tensor, launch: Launch) -> Launch:
-    """``launch`` for later, perhaps in another thread, on the CUDA stream that is current now."""
-    stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+    """``launch`` for later, perhaps in another thread, on the stream of a GPU that is current now."""
+    stream = None if tensor.is_cpu else torch.accelerator.current_stream(tensor.device)
 
     def launched() -> Work:
-        with torch.no_grad(), contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+        with torch.no_grad(), contextlib.nullcontext() if stream is None else stream:
             return launch()
 
     return launched

@@ -26,11 +26,11 @@ class HostSurvey:
 def survey_hosts(comm: Communicator) -> HostSurvey:
     """Ask all ranks. Blocks: all ranks call it."""
     able = hasattr(os, "memfd_create") and futex.available()
-    answers = all_gather_object(comm, [able, torch.cuda.is_available(), "/".join(host_identity())])
+    answers = all_gather_object(comm, [able, torch.accelerator.is_available(), "/".join(host_identity())])
     has_gpu = any(answer[1] for answer in answers)
     obstacle = ""
     if has_gpu:
-        obstacle = "there are GPUs, whose tensors NCCL moves"
+        obstacle = "there are GPUs, whose tensors torch.distributed moves"
     elif not all(answer[0] for answer in answers):
         obstacle = "some system has no memfd, or its futex call is not known"
     return HostSurvey([str(answer[2]) for answer in answers], has_gpu, obstacle)

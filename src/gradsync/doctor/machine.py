@@ -77,7 +77,9 @@ def examine(*, rank: int = 0, environ: Mapping[str, str] = os.environ) -> Machin
     """
     load = os.getloadavg()[0]
     interfaces = _interfaces()
-    gpus = [torch.cuda.get_device_properties(at).name for at in range(torch.cuda.device_count())]
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    module = None if kind is None else torch.get_device_module(kind)
+    gpus = [] if module is None else [module.get_device_properties(at).name for at in range(module.device_count())]
     return MachineReport(
         host=platform.node(),
         rank=rank,

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from gradsync.buckets.bucket import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketPlan
 from gradsync.buckets.planner import Planner
@@ -32,10 +33,10 @@ from gradsync.errors import GradSyncError, OutOfStep
 from gradsync.profiling.interface import NOT_RECORDING, Recording
 from gradsync.reducers.sparse import sum_sparse
 from gradsync.replicas.agreement import (
+    HyperparameterChecksum,
     copy_training_state,
     describe_hyperparameters,
     find_difference,
-    hyperparameter_checksum,
 )
 from gradsync.replicas.batch_context import BatchContext, batch_source
 from gradsync.replicas.buffers import BUFFER_MODES, BufferMode
@@ -110,7 +111,9 @@ class Engine:
         self._no_sync_depth = 0
         self.batch = BatchContext(batch_source(comm))
         self._failure: BaseException | None = None
+        self._hyperparameters = HyperparameterChecksum(training.optimizer)
         self._same_data = SameDataDetector(type(training.model).__name__)
+        self._accumulated: tuple[Parameter, Tensor, int] | None = None
         self._uneven_leader: int | None = None
         self._lock = threading.RLock()  # on CUDA hooks come from autograd's device threads
         release = claim(training.model, training.params, self.batch)
@@ -241,7 +244,7 @@ class Engine:
         return self._backward
 
     def _begin(self, task: int) -> _Backward:
-        if self.window.num_backwards and not any(slot.holds_something() for slot in self._all()):
+        if self.window.num_backwards and not self._still_holds_gradients():
             # The user has dropped the accumulated gradients (zero_grad): drop their weight and stashed means too.
             self.window = Window()
             for slot in self._all():
@@ -277,12 +280,12 @@ class Engine:
         for bucket in self.plan.buckets:
             bucket.begin_step()
             bucket.loss_scale, bucket.may_overflow = loss_scale, self.training.scaler is not None
-        header = self._header(has_data=has_data)
+        header = self._header(has_data=has_data, loss_scale=loss_scale)
         if sync is not None:
             sync.begin_step(header)
         return header
 
-    def _header(self, *, has_data: bool) -> Header:
+    def _header(self, *, has_data: bool, loss_scale: float) -> Header:
         return Header(
             step=self.step,
             weight=self.window.weight,
@@ -290,8 +293,8 @@ class Engine:
             fingerprint=self.plan.fingerprint,
             has_data=has_data,
             buffers_changed=has_data and self.training.buffers.changed(),
-            hyperparameters=hyperparameter_checksum(self.training.optimizer),
-            loss_scale=self.training.loss_scale,
+            hyperparameters=self._hyperparameters.take(),
+            loss_scale=loss_scale,
             checksum=self._same_data.take_checksum(),
             epoch=self.batch.number.epoch,
             position=self.batch.number.position,
@@ -377,7 +380,28 @@ class Engine:
         elif self._no_sync_depth == 0:  # see [Note: who may see a gradient]
             for slot in self._all():
                 slot.hold()
+        else:
+            self._accumulated = self._find_accumulated()
         self._backward = None
+
+    def _find_accumulated(self) -> tuple[Parameter, Tensor, int] | None:
+        """A gradient on a GPU that this backward has left in ``.grad``, with its version; None on a CPU."""
+        for slot in self._all():
+            grad = slot.param.grad
+            if grad is not None and not grad.is_cpu:
+                return slot.param, grad, grad._version
+        return None
+
+    def _still_holds_gradients(self) -> bool:
+        """Whether the user has not dropped (``zero_grad``) what the window has accumulated.
+
+        On a GPU a gradient that nobody has written since is proof enough. Looking at the values would stall.
+        """
+        if self._accumulated is not None:
+            param, grad, version = self._accumulated
+            if param.grad is grad and grad._version == version:
+                return True
+        return any(slot.holds_something() for slot in self._all())
 
     def _complete(self) -> None:
         """Launch the remaining buckets, wait, and set every ``.grad`` to the mean."""
@@ -439,7 +463,7 @@ class Engine:
     def _tick(self, unused: Sequence[Slot] = ()) -> None:
         self.step += 1
         self.gate.expect_step(unused)
-        self.window = Window()
+        self.window, self._accumulated = Window(), None
 
     # -- ranks without data ---------------------------------------------------------------------------------------
 

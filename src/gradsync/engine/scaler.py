@@ -29,6 +29,8 @@ class ScalerGuard:
             result = method(*args, **kwargs)
             if name == "step" and engine.training.optimizer in (*args, *kwargs.values()):
                 engine.gate.scaler_stepped()
+            elif name == "update":
+                engine.training.follow_loss_scale()  # the next backward reads it: get_scale() would stall a GPU
             return result
 
         return call

@@ -85,6 +85,7 @@ class CommHook:
         self._plan: BucketPlan | None = None  # DDP's layout, once it is final
         self._driver: Driver | None = None
         self._loaded: dict[str, Any] | None = None
+        self._settled = True  # the reducer knows the outcome of the last backward
 
     def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Reduce one of DDP's buckets. The future gets its mean once the last bucket of this backward is done."""
@@ -108,6 +109,7 @@ class CommHook:
                 "Register the hook on a model whose trainable parameters stay the same."
             )
         if self._driver is None:
+            self._settle()
             on_cpu = bucket.buffer().device.type == "cpu"
             self._driver = make_driver(self._reducer, self._comm, len(plan.buckets), on_cpu=on_cpu)
         ours = plan.buckets[index]
@@ -126,10 +128,11 @@ class CommHook:
             for bucket in self._buckets:
                 for slot, grad in zip(self._plan.buckets[bucket.index()].slots, bucket.gradients(), strict=True):
                     grad.copy_(slot.view)
-            spoilt = self._reducer.nonfinite
-            self._reducer.end_step(finite=not spoilt)
-            if spoilt:
-                raise NonFiniteGradient(f"the gradient of {spoilt[0]} has NaN or inf on some rank.")
+            self._settled = False
+            if self._reducer.outcome.is_known:
+                self._settle()
+            else:
+                self._reducer.outcome.start_reading()
         self.steps += 1
         if self.steps == LAYOUT_FINAL_AFTER:
             self._adopt_layout()
@@ -137,6 +140,16 @@ class CommHook:
         self._buckets, self._futures = [], []
         for bucket, future in done:
             future.set_result(bucket.buffer())
+
+    def _settle(self) -> None:
+        """Read the outcome of the last backward. On a GPU it is read at the next one: see comm/readback.py."""
+        if self._settled:
+            return
+        self._settled = True
+        spoilt = self._reducer.nonfinite
+        self._reducer.end_step(finite=not spoilt)
+        if spoilt:
+            raise NonFiniteGradient(f"the gradient of {spoilt[0]} has NaN or inf on some rank.")
 
     def _adopt_layout(self) -> None:
         ordered = sorted(self._buckets, key=lambda bucket: bucket.index())
@@ -151,6 +164,7 @@ class CommHook:
 
     def state_dict(self) -> dict[str, Any]:
         """The reducer's state on this rank, by parameter name. Save it on every rank."""
+        self._settle()
         waiting = self._loaded  # loaded, but not yet given to the reducer
         return {"rank": self._comm.rank, "reducer": self._reducer.state_dict() if waiting is None else waiting}
 
@@ -161,4 +175,7 @@ class CommHook:
         if self._plan is None:
             self._loaded = state["reducer"]
         else:
+            if not self._settled:
+                self._settled = True
+                self._reducer.end_step(finite=False)
             self._reducer.load_state_dict(state["reducer"])

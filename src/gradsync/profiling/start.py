@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from gradsync.comm.base import Communicator
 from gradsync.profiling.clocks import compare_clocks
-from gradsync.profiling.cuda import CudaRecorder
+from gradsync.profiling.gpu import GpuRecorder
 from gradsync.profiling.interface import NOT_RECORDING, Recording
 from gradsync.profiling.recorder import KEEP_STEPS, Recorder
 from gradsync.profiling.run import Writer
@@ -75,8 +75,8 @@ def start(
     """
     if not _Settings.enabled:
         return NOT_RECORDING
-    on_cuda = any(param.is_cuda for param in params.values())
-    recorder = (CudaRecorder if on_cuda else Recorder)(comm, compare_clocks(comm), keep=_Settings.keep_steps)
+    on_gpu = not all(param.is_cpu for param in params.values())
+    recorder = (GpuRecorder if on_gpu else Recorder)(comm, compare_clocks(comm), keep=_Settings.keep_steps)
     if _Settings.folder is None:
         return recorder
     recorder.detailed = True

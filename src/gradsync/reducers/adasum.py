@@ -18,7 +18,7 @@ all-reduced: three numbers for each parameter and pair. So a rank sends about 2 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -122,8 +122,8 @@ class Adasum(Reducer):
 
     def _store_result(self, state: _BucketState, bucket: Bucket) -> None:
         bucket.storage.copy_(state.recv.view(-1)[: bucket.storage.numel()])
-        if not _is_finite(bucket.buffer):
-            self.nonfinite += [slot.name for slot in bucket.slots if not _is_finite(slot.flat)]
+        slots = bucket.slots
+        self.outcome.add_tensors([s.name for s in slots], [s.flat for s in slots], whole=bucket.buffer)
 
     def _state_of(self, bucket: Bucket, comm: Communicator) -> _BucketState:
         state = self._states.get(bucket.index)
@@ -157,20 +157,30 @@ def _dot_products(state: _BucketState, a: Tensor, b: Tensor, *, out: Tensor) -> 
 
 def _combine(state: _BucketState, a: Tensor, b: Tensor, products: Tensor) -> None:
     """Overwrite ``a`` with adasum(a, b), and its flags with their sum."""
-    coefficients = _coefficients(products).tolist()
+    coefficients = _coefficients(products)
+    if a.is_cpu:
+        _add_scaled(state, a, b, coefficients.tolist())
+    else:
+        _add_scaled_on_device(state, a, b, coefficients)
+    first, end = state.flag_range
+    a[first:end] += b[first:end]
+
+
+def _add_scaled(state: _BucketState, a: Tensor, b: Tensor, coefficients: Sequence[tuple[float, float]]) -> None:
     for index, first, end in state.slot_ranges:
         coef_a, coef_b = coefficients[index]
         scaled = torch.mul(b[first:end], coef_b, out=state.scratch[first:end])
         torch.add(scaled, a[first:end], alpha=coef_a, out=a[first:end])
-    first, end = state.flag_range
-    a[first:end] += b[first:end]
+
+
+def _add_scaled_on_device(state: _BucketState, a: Tensor, b: Tensor, coefficients: Tensor) -> None:
+    """As ``_add_scaled``, for coefficients that stay on a GPU: the host does not wait for them."""
+    for index, first, end in state.slot_ranges:
+        scaled = torch.mul(b[first:end], coefficients[index, 1], out=state.scratch[first:end])
+        torch.addcmul(scaled, a[first:end], coefficients[index, 0], out=a[first:end])
 
 
 def _coefficients(products: Tensor) -> Tensor:
     """The factors of a and b. If one of them is zero, the other is unchanged; NaN is propagated."""
     dots, squares = products[:, :1], products[:, 1:]
     return 1.0 - dots / torch.where(squares == 0.0, 1.0, 2.0 * squares)
-
-
-def _is_finite(values: Tensor) -> bool:
-    return values.numel() == 0 or bool(torch.linalg.vector_norm(values, torch.inf).isfinite())

@@ -95,7 +95,7 @@ def make_driver(
 ) -> Driver:
     """A driver with a thread for several stages on a CPU, else one without.
 
-    On CUDA the stream waits instead of a thread, and single-stage reducers are started by the hooks.
+    On a GPU the stream waits instead of a thread, and single-stage reducers are started by the hooks.
     """
     kind = BackgroundDriver if on_cpu and reducer.stages(comm.world_size) > 1 and comm.world_size > 1 else Driver
     return kind(reducer, comm, num_buckets, recorder)

@@ -20,6 +20,7 @@ from gradsync.buckets.bucket import BUCKET_BYTES, Bucket, BucketPlan
 from gradsync.buckets.slot import Slot
 from gradsync.comm.base import Communicator, Work
 from gradsync.profiling.interface import NOT_RECORDING, Recording
+from gradsync.reducers.outcome import StepOutcome
 
 
 class Reducer(abc.ABC):
@@ -30,7 +31,7 @@ class Reducer(abc.ABC):
 
     def __init__(self) -> None:
         self.slots: dict[str, Slot] = {}
-        self.nonfinite: list[str] = []  # parameters whose mean has NaN or inf; set by reducers that check
+        self.outcome = StepOutcome()  # of the step since end_step(); filled in by reducers that check
 
     def attach(self, plan: BucketPlan, comm: Communicator) -> None:
         """Prepare for a plan. Called again after the plan has changed."""
@@ -59,12 +60,17 @@ class Reducer(abc.ABC):
         """The number of stages with ``world_size`` ranks. Default: ``num_stages``."""
         return self.num_stages
 
+    @property
+    def nonfinite(self) -> list[str]:
+        """The parameters whose mean has NaN or inf. Blocks until a GPU has passed the step."""
+        return self.outcome.nonfinite
+
     def end_step(self, *, finite: bool) -> None:
         """Commit the state that a backward has changed, or drop the changes if its means were not finite.
 
-        Called after all buckets of the backward are reduced.
+        Called after all buckets of the backward are reduced, and before those of the next one.
         """
-        self.nonfinite = []
+        self.outcome = StepOutcome()
 
     @abc.abstractmethod
     def reduce(self, bucket: Bucket, comm: Communicator) -> Iterator[Work]:

@@ -55,7 +55,7 @@ class TypicalMagnitude:
 
 
 def peak_magnitude(views: Sequence[Tensor]) -> float:
-    """The largest magnitude in several tensors; NaN or inf if there is one."""
+    """The largest magnitude in several tensors; NaN or inf if there is one. Blocks for those on a GPU."""
     table = array("q")
     peak = 0.0
     for view in views:
@@ -65,6 +65,12 @@ def peak_magnitude(views: Sequence[Tensor]) -> float:
         elif view.numel():
             peak = max(peak, float(view.abs().amax()))
     return max(peak, peak_in_table(table))
+
+
+def peak_on_device(views: Sequence[Tensor]) -> Tensor | None:
+    """The largest magnitude in tensors of one GPU, as a tensor there; None if they are empty. Does not block."""
+    filled = [view for view in views if view.numel()]
+    return torch.stack(list(torch._foreach_norm(filled, math.inf))).amax() if filled else None
 
 
 def table_entry(view: Tensor) -> tuple[int, int, int] | None:

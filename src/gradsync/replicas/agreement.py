@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gradsync.buckets.bucket import MIB
 from gradsync.comm.base import Communicator
 from gradsync.comm.objects import all_gather_object, broadcast_object
+from gradsync.comm.readback import HostValue
 from gradsync.errors import OutOfStep
 
 CHUNK_BYTES = 32 * MIB  # copies go in chunks: large enough for the wire, small enough not to need the model twice
@@ -118,6 +119,33 @@ def hyperparameter_checksum(optimizer: torch.optim.Optimizer) -> int:
     """A checksum of the optimizer's hyperparameters: ranks with different learning rates have different ones."""
     values = [[(k, _comparable(g[k])) for k in sorted(g) if k != "params"] for g in optimizer.param_groups]
     return zlib.crc32(repr(values).encode())
+
+
+class HyperparameterChecksum:
+    """As ``hyperparameter_checksum``, for every step: it does not wait for a GPU.
+
+    A learning rate that is a tensor on a GPU counts as it was one step before: see [Note: read one step later] in
+    comm/readback.py.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._on_device: dict[tuple[int, str], HostValue] = {}
+        self.take()  # the first time it blocks for tensors on a GPU
+
+    def take(self) -> int:
+        """The checksum for the step that begins."""
+        values = [
+            [(key, self._comparable(index, key, group[key])) for key in sorted(group) if key != "params"]
+            for index, group in enumerate(self._optimizer.param_groups)
+        ]
+        return zlib.crc32(repr(values).encode())
+
+    def _comparable(self, index: int, key: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.is_cpu:
+            return _comparable(value)
+        values = self._on_device.setdefault((index, key), HostValue()).recent(value)
+        return values[0] if len(values) == 1 else values
 
 
 _PLAIN = {type(None), bool, int, float, str}

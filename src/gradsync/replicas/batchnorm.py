@@ -72,12 +72,17 @@ class _Channel:
         row = self._empty_row(first.device)
         place = float(len(_KINDS) * layer + kind)
         num_features = first.numel()
-        row[:_HEAD] = torch.tensor([1.0, place, place * place, count], dtype=torch.float64)
+        head = (1.0, place, place * place, float(count))
+        if row.is_cpu:
+            row[:_HEAD] = torch.tensor(head, dtype=torch.float64)
+        else:
+            for at, value in enumerate(head):
+                row[at].fill_(value)  # a copy from the host would stall the stream in every layer
         row[_HEAD : _HEAD + num_features] = first
         row[_HEAD + num_features : _HEAD + 2 * num_features] = second
         with batch_source(self.comm).waiting():
             self.comm.all_reduce(row).wait()
-        if not row.is_cuda:  # reading a value there would stall the stream in every layer
+        if row.is_cpu:  # reading a value of a GPU would stall the stream in every layer
             self._check_place(row, layer, kind)
         return row
 
@@ -219,7 +224,7 @@ class SyncBatchNorm(_BatchNorm):
             own_mean = own_square = torch.zeros(self.num_features, dtype=torch.float64, device=input.device)
         row = self._channel.sum(self._place, _FORWARD, here, own_mean * here, own_square + own_mean.square() * here)
         count, total, square = _split(row, self.num_features)
-        if not row.is_cuda and count.item() <= 1:
+        if row.is_cpu and count.item() <= 1:
             raise ValueError(
                 f"expected more than 1 value per channel over all ranks when training; got {int(count.item())} in all, "
                 f"input of shape {tuple(input.shape)} on rank {self._channel.comm.rank}."

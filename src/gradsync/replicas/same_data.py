@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 from gradsync.buckets.bucket import Bucket
+from gradsync.comm.readback import Readback
 from gradsync.errors import SameDataWarning
 from gradsync.replicas.header import StepHeaders
 
@@ -20,16 +21,22 @@ class SameDataDetector:
         self._steps = 0
         self._num_equal = 0
         self._checksum = 0.0
+        self._readbacks: list[Readback] = []  # the buckets' checksums, where gradients are on a GPU
 
     def update_checksum(self, bucket: Bucket) -> None:
         """Add this rank's contribution to a bucket to the checksum."""
         if self._steps < CHECKED_STEPS:
-            self._checksum += bucket.checksum()
+            checksum = bucket.checksum()
+            if isinstance(checksum, float):
+                self._checksum += checksum
+            else:
+                self._readbacks.append(Readback(checksum))
 
     def take_checksum(self) -> float:
         """The checksum of the step before, for the header of the one that begins."""
         checksum, self._checksum = self._checksum, 0.0
-        return checksum
+        readbacks, self._readbacks = self._readbacks, []
+        return sum((readback.values()[0] for readback in readbacks), checksum)
 
     def check(self, headers: StepHeaders, rank: int) -> None:
         """Warn, once and on rank 0, when all ranks computed the same gradients several times in a row."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from gradsync.comm.readback import HostValue
 from gradsync.replicas.agreement import Stateful
 from gradsync.replicas.buffers import BufferSync
 
@@ -22,11 +23,32 @@ class Training:
     buffers: BufferSync  # the model's buffers over the ranks, in the mode that the user asked for
     scaler: torch.amp.GradScaler | None = None
     schedules: Sequence[Stateful] = ()
+    _host_scale: HostValue = field(default_factory=HostValue, init=False, repr=False)
 
     @property
     def loss_scale(self) -> float:
-        """The factor by which the scaler multiplies the loss now; 1 without a scaler."""
-        return float(self.scaler.get_scale()) if self.scaler is not None else 1.0
+        """The factor by which the scaler multiplies the loss now; 1 without a scaler.
+
+        Blocks until a GPU has passed the scaler's last ``update()``, and no longer if ``follow_loss_scale`` was called
+        after that.
+        """
+        if self.scaler is None:
+            return 1.0
+        scale = self._scale_on_device()
+        return float(self.scaler.get_scale()) if scale is None else self._host_scale.current(scale)[0]
+
+    def follow_loss_scale(self) -> None:
+        """Start to copy the scale from a GPU to the host, after it may have changed. Does not block."""
+        scale = self._scale_on_device()
+        if scale is not None:
+            self._host_scale.follow(scale)
+
+    def _scale_on_device(self) -> Tensor | None:
+        """The scaler's tensor if it is on a GPU, where ``get_scale()`` would stall; else None."""
+        if self.scaler is None or not self.scaler.is_enabled():
+            return None
+        scale = self.scaler._get_scale_async()
+        return None if scale is None or scale.is_cpu else scale
 
     def check_all_optimized(self, strategy: str) -> None:
         """Refuse trained parameters that the optimizer does not have, for strategies that act around its steps."""

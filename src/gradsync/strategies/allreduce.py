@@ -79,10 +79,10 @@ class AllReduce(Strategy):
         return self.reducer.codecs()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"reducer": self.reducer.state_dict()}
+        return {"reducer": self.sync.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.reducer.load_state_dict(state.get("reducer", {}))
+        self.sync.load_state_dict(state.get("reducer", {}))
 
     def redistribute(self, states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
         return {"reducer": self.reducer.redistribute([state["reducer"] for state in states], rank, world_size)}

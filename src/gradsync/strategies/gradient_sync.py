@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from typing import Any
 
 from gradsync.buckets.bucket import Bucket, BucketPlan
 from gradsync.buckets.slot import SparseSlot
@@ -60,13 +61,46 @@ class ReducerSync(GradientSync):
         self.recorder: Recording = NOT_RECORDING
         self._exchange: HeaderExchange | None = None
         self._driver: Driver | None = None
+        self._settled = True  # the reducer knows the outcome of the last step
 
     def attach(self, plan: BucketPlan, comm: Communicator, recorder: Recording) -> None:
         """Take the plan (again after it has changed) and attach the reducer to it."""
+        self.settle()
         self.plan = plan
         self.recorder = recorder
         self.reducer.attach(plan, comm)
         self._comm = recorder.instrument(comm)
+
+    def settle(self) -> None:
+        """End the last step: the reducer commits its changes, or drops them if a mean was not finite.
+
+        On a CPU this is a part of ``finish``. On a GPU it comes at the first gradient of the next step, or when the
+        state is saved: see [Note: read one step later] in comm/readback.py. Blocks until the GPU has passed the step.
+        """
+        if self._settled:
+            return
+        self._settled = True
+        nonfinite = self.reducer.nonfinite
+        self.reducer.end_step(finite=not nonfinite)
+        if nonfinite and not any(bucket.may_overflow for bucket in self.plan.buckets):
+            raise NonFiniteGradient(
+                f"the gradient of {nonfinite[0]} has NaN or inf on some rank, and so has its mean now on all of them"
+                + (f" (and {len(set(nonfinite)) - 1} more parameters)" if len(set(nonfinite)) > 1 else "")
+                + ". With 16-bit losses use a GradScaler, and tell it: synchronize(..., scaler=scaler). Otherwise "
+                "torch.autograd.set_detect_anomaly(True) shows where it arises."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The reducer's state, with the last step settled."""
+        self.settle()
+        return self.reducer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the reducer's state; the outcome of a step before it no longer matters."""
+        if not self._settled:
+            self._settled = True
+            self.reducer.end_step(finite=False)
+        self.reducer.load_state_dict(state)
 
     def abandon(self) -> None:
         """Drop what a backward that did not end has left running. Does not wait for peers."""
@@ -77,6 +111,7 @@ class ReducerSync(GradientSync):
     def begin_step(self, header: Header) -> None:
         self.abandon()
         self._exchange = HeaderExchange(header, self._comm)
+        self.settle()
         on_cpu = all(bucket.device.type == "cpu" for bucket in self.plan.buckets)
         num_buckets = len(self.plan.buckets)
         self._driver = make_driver(self.reducer, self._comm, num_buckets, on_cpu=on_cpu, recorder=self.recorder)
@@ -102,15 +137,11 @@ class ReducerSync(GradientSync):
         assert self._driver is not None, "begin_step() comes first"
         self._driver.drain()
         self._driver = self._exchange = None
-        nonfinite = self.reducer.nonfinite
-        self.reducer.end_step(finite=not nonfinite)
-        if nonfinite and not any(bucket.may_overflow for bucket in self.plan.buckets):
-            raise NonFiniteGradient(
-                f"the gradient of {nonfinite[0]} has NaN or inf on some rank, and so has its mean now on all of them"
-                + (f" (and {len(set(nonfinite)) - 1} more parameters)" if len(set(nonfinite)) > 1 else "")
-                + ". With 16-bit losses use a GradScaler, and tell it: synchronize(..., scaler=scaler). Otherwise "
-                "torch.autograd.set_detect_anomaly(True) shows where it arises."
-            )
+        self._settled = False
+        if self.reducer.outcome.is_known:
+            self.settle()
+        else:
+            self.reducer.outcome.start_reading()
 
 
 class ForwardingSync(GradientSync):

@@ -158,10 +158,10 @@ class OneBitAdam(AllReduce):
             param.mul_(decay).addcdiv_(average, (variance / correction).sqrt_().add_(eps), value=rate)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"reducer": self._compressed.state_dict(), "settled": dict(self._variance_steps)}
+        return {"reducer": self._momentum_sync.state_dict(), "settled": dict(self._variance_steps)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._compressed.load_state_dict(state["reducer"])
+        self._momentum_sync.load_state_dict(state["reducer"])
         self._variance_steps = dict(state["settled"])
 
     def redistribute(self, states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:

@@ -35,8 +35,11 @@ from gradsync.comm.tcp.mesh import TcpMesh
 
 WAIT_SLICE = timedelta(seconds=0.05)  # how often a blocked rank checks whether a peer is lost
 
-# Headers and objects are CPU tensors on every machine: a group needs Gloo beside NCCL.
-BACKENDS = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+# Headers and objects are CPU tensors on every machine: a group needs Gloo beside the GPU's own backend.
+ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)
+# NCCL for CUDA and ROCm, XCCL for XPU; "gloo" alone where torch knows none for the device.
+DEVICE_BACKEND = dist.Backend.default_device_backend_map.get(ACCELERATOR.type) if ACCELERATOR is not None else None
+BACKENDS = f"cpu:gloo,{ACCELERATOR.type}:{DEVICE_BACKEND}" if ACCELERATOR is not None and DEVICE_BACKEND else "gloo"
 
 Launch = Callable[[dist.ProcessGroup], dist.Work | None]
 
@@ -52,17 +55,17 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 class C10dWork(Work):
     """A torch.distributed work whose ``wait`` also checks for lost peers."""
 
-    def __init__(self, work: dist.Work, guard: CollectiveGuard, call: Call, *, on_cuda: bool) -> None:
+    def __init__(self, work: dist.Work, guard: CollectiveGuard, call: Call, *, on_device: bool) -> None:
         self._work = work
         self._guard = guard
         self._call = call
-        self._on_cuda = on_cuda
+        self._on_device = on_device
 
     def done(self) -> bool:
         return bool(self._work.is_completed())
 
     def wait(self) -> None:
-        if self._on_cuda:  # with a timeout NCCL would block the host; without one, only the stream waits
+        if self._on_device:  # with a timeout NCCL would block the host; without one, only the stream waits
             self._guard.raise_if_lost(self._call)
             self._work.wait()
             return
@@ -252,7 +255,7 @@ class C10d(Communicator):
         if tensor.numel() == 0:
             return Finished()  # the same on every rank, since shapes agree; Gloo refuses some empty tensors
         call = self.guard.begin(what)
-        return C10dWork(self.launch(launch, call), self.guard, call, on_cuda=tensor.is_cuda)
+        return C10dWork(self.launch(launch, call), self.guard, call, on_device=not tensor.is_cpu)
 
     def _post(self, tensor: Tensor, launch: Launch, what: str) -> Work:
         check_contiguous(tensor)
@@ -261,8 +264,8 @@ class C10d(Communicator):
             return Finished()
         call = self.guard.begin(what, p2p=True)
         work = self.launch(launch, call)
-        if tensor.is_cuda:
-            return C10dWork(work, self.guard, call, on_cuda=True)
+        if not tensor.is_cpu:
+            return C10dWork(work, self.guard, call, on_device=True)
         return P2PWork(work, self.guard, call)
 
     def _opened(self, what: str) -> dist.ProcessGroup:

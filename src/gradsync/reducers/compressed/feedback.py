@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gradsync.buckets.slot import Slot
-from gradsync.codecs.base import Payload, Residual, compute_dtype
+from gradsync.codecs.base import Finite, Payload, Residual, compute_dtype
 from gradsync.codecs.chain import Chain
 from gradsync.codecs.sparse import Sparse
 from gradsync.comm import hugepages
@@ -95,14 +95,14 @@ class Feedback(abc.ABC):
         """Encode this rank's values ``x`` for the owner of a shard (or for an all-reduce)."""
 
     @abc.abstractmethod
-    def reduce_shard(self, task: EncodeTask, x: Tensor, received: Sequence[Payload], payload: Payload) -> bool:
+    def reduce_shard(self, task: EncodeTask, x: Tensor, received: Sequence[Payload], payload: Payload) -> Finite:
         """In this rank's own shard: sum all ranks' values, encode the sum, and write the decoded sum to ``out``."""
 
-    def decode(self, task: EncodeTask, payload: Payload) -> bool:
+    def decode(self, task: EncodeTask, payload: Payload) -> Finite:
         """Write the decoded sum, received from the owner of a shard, to ``out``."""
         return task.piece.codec.decode(payload, task.out, gain=task.out_gain, key=task.key)
 
-    def decode_sum(self, task: EncodeTask, payloads: Sequence[Payload]) -> bool:
+    def decode_sum(self, task: EncodeTask, payloads: Sequence[Payload]) -> Finite:
         """Write the sum of all ranks' decoded payloads, in rank order, to ``out``."""
         return task.piece.codec.decode_sum(payloads, task.out, gain=task.out_gain, key=task.key)
 
@@ -130,7 +130,7 @@ class NoFeedback(Feedback):
     def encode(self, task: EncodeTask, x: Tensor, payload: Payload) -> None:
         task.piece.codec.encode(x, payload, gain=task.gain, key=task.key)
 
-    def reduce_shard(self, task: EncodeTask, x: Tensor, received: Sequence[Payload], payload: Payload) -> bool:
+    def reduce_shard(self, task: EncodeTask, x: Tensor, received: Sequence[Payload], payload: Payload) -> Finite:
         return task.piece.codec.merge(
             x, received, payload, gain=task.gain, key=task.key, out=task.out, out_gain=task.out_gain
         )
@@ -146,7 +146,7 @@ class ErrorFeedback(Feedback):
     def encode(self, task: EncodeTask, x: Tensor, payload: Payload) -> None:
         task.piece.codec.encode(x, payload, gain=task.gain, residual=self._residuals.slices_for(task), key=task.key)
 
-    def reduce_shard(self, task: EncodeTask, x: Tensor, received: Sequence[Payload], payload: Payload) -> bool:
+    def reduce_shard(self, task: EncodeTask, x: Tensor, received: Sequence[Payload], payload: Payload) -> Finite:
         return task.piece.codec.merge(
             x,
             received,
@@ -179,7 +179,7 @@ class Ef21(Feedback):
         codec.encode(_difference(task, x, estimate), payload, key=task.key)
         codec.decode(payload, estimate, add=True, key=task.key)
 
-    def reduce_shard(self, task: EncodeTask, x: Tensor, received: Sequence[Payload], payload: Payload) -> bool:
+    def reduce_shard(self, task: EncodeTask, x: Tensor, received: Sequence[Payload], payload: Payload) -> Finite:
         codec = task.piece.codec
         others = self._estimates.writable(task)
         for other in received:
@@ -188,17 +188,17 @@ class Ef21(Feedback):
         codec.encode(_difference(task, x, result.before).add_(others), payload, key=task.key)
         return self.decode(task, payload)
 
-    def decode(self, task: EncodeTask, payload: Payload) -> bool:
+    def decode(self, task: EncodeTask, payload: Payload) -> Finite:
         result = self._results.writable(task)
         finite = task.piece.codec.decode(payload, result, add=True, key=task.key)
         torch.mul(result, task.out_gain, out=task.out)
         return finite
 
-    def decode_sum(self, task: EncodeTask, payloads: Sequence[Payload]) -> bool:
+    def decode_sum(self, task: EncodeTask, payloads: Sequence[Payload]) -> Finite:
         result, codec = self._results.writable(task), task.piece.codec
-        finite = True
+        finite: Finite = True
         for payload in payloads:
-            finite = codec.decode(payload, result, add=True, key=task.key) and finite
+            finite = codec.decode(payload, result, add=True, key=task.key) & finite
         torch.mul(result, task.out_gain, out=task.out)
         return finite
 
@@ -240,7 +240,7 @@ class MomentumCorrection(Feedback):
         if isinstance(codec, Sparse | Chain):
             codec.erase(payload, velocity, key=task.key)
 
-    def reduce_shard(self, task: EncodeTask, x: Tensor, received: Sequence[Payload], payload: Payload) -> bool:
+    def reduce_shard(self, task: EncodeTask, x: Tensor, received: Sequence[Payload], payload: Payload) -> Finite:
         codec = task.piece.codec
         velocity = self._accumulate(task, x)
         residual = self._residuals.slices_for(task)
@@ -254,11 +254,20 @@ class MomentumCorrection(Feedback):
     def _accumulate(self, task: EncodeTask, x: Tensor) -> Tensor:
         """Update the velocity with this step's gradient, clipped if asked for, and return it."""
         gain = task.gain
+        velocity = self._velocities.writable(task).mul_(self._momentum)
         if self._clip_norm is not None:
-            norm = float(torch.linalg.vector_norm(task.piece.slot.source)) * task.gain
             limit = self._clip_norm * task.weight_share / math.sqrt(task.world_size)
+            whole = torch.linalg.vector_norm(task.piece.slot.source)
+            if not whole.is_cpu:  # the host does not wait for the norm
+                return velocity.add_(x * _clipping_on_device(whole * gain, limit).mul_(gain))
+            norm = float(whole) * gain
             gain *= min(1.0, limit / norm) if norm > 0 else 1.0
-        return self._velocities.writable(task).mul_(self._momentum).add_(x, alpha=gain)
+        return velocity.add_(x, alpha=gain)
+
+
+def _clipping_on_device(norm: Tensor, limit: float) -> Tensor:
+    """The factor that brings a norm down to its limit: 1 if the norm is zero or below the limit."""
+    return torch.where(norm > 0, (limit / norm).clamp(max=1.0), 1.0)
 
 
 FEEDBACKS: dict[str, Callable[[], Feedback]] = {"ef": ErrorFeedback, "ef21": Ef21, "none": NoFeedback}

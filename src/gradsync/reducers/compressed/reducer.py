@@ -20,7 +20,7 @@ from torch import Tensor
 from gradsync import spec
 from gradsync.buckets.bucket import MIB, Bucket, BucketPlan
 from gradsync.buckets.slot import Slot
-from gradsync.codecs.base import Codec, compute_dtype
+from gradsync.codecs.base import Codec, Finite, compute_dtype
 from gradsync.codecs.cast import Bf16, Fp16
 from gradsync.codecs.chain import Chain
 from gradsync.codecs.dense import Dense
@@ -70,7 +70,7 @@ class Compressed(Reducer):
         self._seed = seed
         self._steps = 0
         self._feedback = self._make_feedback()
-        self._typical, self._peak = TypicalMagnitude(), 0.0  # of the last steps, and of this one: see spikes.py
+        self._typical = TypicalMagnitude()  # of the last steps: see spikes.py
         self._choose_stages({torch.float32})
         self._payload_rows: dict[int, PayloadRows] = {}
         self._codecs_by_name: dict[str, Codec] = {}
@@ -106,7 +106,7 @@ class Compressed(Reducer):
         self._choose_stages({compute_dtype(bucket.buffer.dtype) for bucket in plan.buckets})
         self._payload_rows = {}
         self._feedback.on_new_plan()
-        if comm.world_size > 1:
+        if comm.world_size > 1 and any(bucket.storage.is_cpu for bucket in plan.buckets):
             compile_kernels()
 
     def in_place_range(self, slot: Slot, comm: Communicator) -> tuple[int, int] | None:
@@ -145,7 +145,7 @@ class Compressed(Reducer):
         assert self._sums_as is not None
         yield comm.all_reduce(row.view(self._sums_as))
         self._decode_shard(buffers, row, 0, tasks)
-        self.nonfinite += small.read_sum([row])
+        small.read_sum([row], self.outcome)
         self._track_peak(buffers, [(row, 0)])
 
     def _reduce_by_exchange(self, bucket: Bucket, comm: Communicator) -> Iterator[Work]:
@@ -161,7 +161,7 @@ class Compressed(Reducer):
             buffers.elisions[0].restore(row)
         for task, *payloads in zip(tasks, *(buffers.payloads(row, 0) for row in rows), strict=True):
             self._finish_piece(task, finite=self._feedback.decode_sum(task, payloads))
-        self.nonfinite += small.read_sum(rows)
+        small.read_sum(rows, self.outcome)
         self._track_peak(buffers, [(row, 0) for row in rows])
 
     def _reduce_by_shards(self, bucket: Bucket, comm: Communicator) -> Iterator[Work]:
@@ -186,7 +186,7 @@ class Compressed(Reducer):
         yield comm.all_gather(buffers.reduced, out=buffers.send)
         for rank in others:
             self._decode_shard(buffers, buffers.send_rows[rank], rank, tasks[rank])
-        self.nonfinite += small.read_sum([buffers.send_rows[last]])
+        small.read_sum([buffers.send_rows[last]], self.outcome)
         self._track_peak(buffers, [(row, rank) for rank, row in enumerate(buffers.send_rows)])
 
     def _encode_shard(
@@ -211,22 +211,21 @@ class Compressed(Reducer):
             out = torch.empty_like(out, dtype=compute_dtype(out.dtype))
         return EncodeTask(piece, gain / scale, out, scale, key, bucket.may_overflow, bucket.factor, comm.world_size)
 
-    def _finish_piece(self, task: EncodeTask, *, finite: bool) -> None:
-        """Copy ``out`` to the bucket if it is another tensor, and record the parameter if it is not finite."""
+    def _finish_piece(self, task: EncodeTask, *, finite: Finite) -> None:
+        """Copy ``out`` to the bucket if it is another tensor, and record whether it is finite."""
         if task.out is not task.piece.flat:
             task.piece.flat.copy_(task.out)
-        if not finite:
-            self.nonfinite.append(task.piece.slot.name)
+        self.outcome.add([task.piece.slot.name], finite)
 
     def _track_peak(self, buffers: PayloadRows, rows: Sequence[tuple[Tensor, int]]) -> None:
-        if self._feedback.own:
-            self._peak = max(self._peak, buffers.peak_magnitude(rows))
+        if self._feedback.own and (peak := buffers.peak_magnitude(rows)) is not None:
+            self.outcome.add_peak(peak)
 
     def end_step(self, *, finite: bool) -> None:
+        peak = self.outcome.peak
         super().end_step(finite=finite)
         self._feedback.end_step(finite=finite)
         self._steps += finite
-        peak, self._peak = self._peak, 0.0
         bound = self._typical.observe(peak) if finite else None
         if bound is not None:
             warn_dropped(self._feedback.drop_beyond(bound))

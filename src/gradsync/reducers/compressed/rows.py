@@ -13,7 +13,7 @@ from gradsync.comm import hugepages
 from gradsync.comm.base import Communicator
 from gradsync.reducers.compressed.shards import Piece, Shards
 from gradsync.reducers.compressed.zero_blocks import ZeroBlockElision
-from gradsync.reducers.spikes import peak_in_table, peak_magnitude, table_entry
+from gradsync.reducers.spikes import peak_in_table, peak_magnitude, peak_on_device, table_entry
 
 
 class PayloadRows:
@@ -45,8 +45,14 @@ class PayloadRows:
             found = self._payloads[row.data_ptr()] = [piece.payload(row) for piece in self.shards.pieces[shard]]
         return found
 
-    def peak_magnitude(self, rows: Sequence[tuple[Tensor, int]]) -> float:
-        """The largest magnitude in some rows, each with its shard. See [Note: spikes] in reducers/spikes.py."""
+    def peak_magnitude(self, rows: Sequence[tuple[Tensor, int]]) -> float | Tensor | None:
+        """The largest magnitude in some rows, each with its shard. See [Note: spikes] in reducers/spikes.py.
+
+        A tensor if the rows are on a GPU; None if they have no magnitudes there.
+        """
+        if not self.send.is_cpu:
+            pairs = [(piece, row) for row, shard in rows for piece in self.shards.pieces[shard]]
+            return peak_on_device([view for pair in pairs if (view := _magnitudes(*pair)) is not None])
         peak = 0.0
         for row, shard in rows:
             fixed = self._magnitude_tables.get(row.data_ptr())

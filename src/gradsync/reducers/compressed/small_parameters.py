@@ -6,7 +6,7 @@ Python than the large ones take to encode.
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from gradsync.buckets.bucket import Bucket
 from gradsync.buckets.slot import Slot
 from gradsync.codecs.base import padded
+from gradsync.reducers.outcome import StepOutcome
 
 LARGEST_NUMEL = 1 << 16  # larger slots are pieces of their own, which may be cut
 
@@ -41,6 +42,8 @@ class SmallParameters:
         spans = _spans(self.slots)
         self._runs = [*(bucket.buffer[first:end] for first, end in spans), bucket.flags]
         self._lengths = [run.numel() for run in self._runs]
+        self._names = [slot.name for slot in self.slots]
+        self._ranges = _ranges(self.slots, spans)  # of the slots, among the values of a row
         self._num_flags = bucket.flags.numel()
         self._numel = sum(self._lengths)
         self._dtype = dtype
@@ -73,24 +76,22 @@ class SmallParameters:
         for other in received:
             values += self._view(other).values
 
-    def read_sum(self, rows: Sequence[Tensor]) -> list[str]:
-        """Write the sum of some rows, in their order, to the bucket; returns the names of slots with NaN or inf."""
-        if self._kernels is not None:
-            finite = self._kernels.read_sum([row.data_ptr() + self.offset for row in rows], self._bucket.loss_scale)
-        else:
-            finite = self._read_sum_with_torch(rows)
-        return [] if finite else [slot.name for slot in self.slots if not bool(slot.flat.isfinite().all())]
+    def read_sum(self, rows: Sequence[Tensor], outcome: StepOutcome) -> None:
+        """Write the sum of some rows, in their order, to the bucket; tell ``outcome`` which slots have NaN or inf."""
+        if self._kernels is None:
+            self._read_sum_with_torch(rows, outcome)
+        elif not self._kernels.read_sum([row.data_ptr() + self.offset for row in rows], self._bucket.loss_scale):
+            outcome.add_tensors(self._names, [slot.flat for slot in self.slots])
 
-    def _read_sum_with_torch(self, rows: Sequence[Tensor]) -> bool:
+    def _read_sum_with_torch(self, rows: Sequence[Tensor], outcome: StepOutcome) -> None:
         first, *others = (self._view(row).values for row in rows)
         total = first.clone()
         for other in others:
             total += other
-        finite = math.isfinite(torch.linalg.vector_norm(total, math.inf))
+        outcome.add_tensors(self._names, [total[first:end] for first, end in self._ranges], whole=total)
         if self._bucket.loss_scale != 1.0:
             total[: -self._num_flags].mul_(self._bucket.loss_scale)
         torch._foreach_copy_(self._runs, total.split(self._lengths))
-        return finite
 
     def _view(self, row: Tensor) -> _RowView:
         view = self._views.get(row.data_ptr())
@@ -109,3 +110,15 @@ def _spans(slots: Sequence[Slot]) -> list[tuple[int, int]]:
         first = spans.pop()[0] if beside else slot.start
         spans.append((first, slot.start + slot.flat.numel()))
     return spans
+
+
+def _ranges(slots: Sequence[Slot], spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The range of each slot among the values of all spans, one behind the other."""
+    offsets = itertools.accumulate((end - first for first, end in spans), initial=0)
+    placed = list(zip(spans, offsets, strict=False))
+    ranges = []
+    for slot in slots:
+        numel = slot.flat.numel()
+        (first, _), offset = next(one for one in placed if one[0][0] <= slot.start and slot.start + numel <= one[0][1])
+        ranges.append((offset + slot.start - first, offset + slot.start - first + numel))
+    return ranges

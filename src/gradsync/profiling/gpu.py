@@ -1,4 +1,4 @@
-"""The recorder for gradients on a GPU: marks are CUDA events, read when the GPU has passed them.
+"""The recorder for gradients on a GPU: marks are events of its stream, read when the GPU has passed them.
 
 The host's times say little there, since the host runs ahead. An event is passed when the compute stream reaches it:
 the time from the mark before a wait to the mark after it is how long the GPU was idle. Gradient hooks are not
@@ -23,21 +23,21 @@ from gradsync.replicas.header import Header
 MAX_UNREAD_STEPS = 8  # a GPU that is further behind than this is waited for
 
 
-class CudaRecorder(Recorder):
+class GpuRecorder(Recorder):
     """As :class:`Recorder`; a mark is the number of an event until the GPU has passed all of a step's events."""
 
     def __init__(self, comm: Communicator, clocks: ClockOffsets, *, keep: int = KEEP_STEPS) -> None:
-        self._events: list[torch.cuda.Event] = []
-        self._free: list[torch.cuda.Event] = []
-        self._unread: list[tuple[RawStep, list[torch.cuda.Event], Sequence[Header], float]] = []
-        self._zero = torch.cuda.Event(enable_timing=True)
+        self._events: list[torch.Event] = []
+        self._free: list[torch.Event] = []
+        self._unread: list[tuple[RawStep, list[torch.Event], Sequence[Header], float]] = []
+        self._zero = torch.Event(enable_timing=True)
         self._zero.record()
         self._zero.synchronize()
         self._zero_ns = time.perf_counter_ns()
         super().__init__(comm, clocks, keep=keep)
 
     def now(self) -> int:
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event = self._free.pop() if self._free else torch.Event(enable_timing=True)
         event.record()
         self._events.append(event)
         return len(self._events)  # from 1 on: 0 means that there is no mark
@@ -65,12 +65,12 @@ class CudaRecorder(Recorder):
         while self._unread and (self._unread[0][1][-1].query() or len(self._unread) > MAX_UNREAD_STEPS):
             self._read(*self._unread.pop(0))
 
-    def _carry_over(self, last: torch.cuda.Event) -> None:
+    def _carry_over(self, last: torch.Event) -> None:
         """Begin the next step where this one ends: at the same event."""
         self._events.append(last)
         self._reset(1)
 
-    def _read(self, raw: RawStep, events: list[torch.cuda.Event], headers: Sequence[Header], weight: float) -> None:
+    def _read(self, raw: RawStep, events: list[torch.Event], headers: Sequence[Header], weight: float) -> None:
         """Turn the numbers of events into nanoseconds, once the GPU has passed all of them."""
         events[-1].synchronize()
         at = [0, *(self._zero_ns + int(self._zero.elapsed_time(event) * 1e6) for event in events)]

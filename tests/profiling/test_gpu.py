@@ -1,4 +1,4 @@
-"""The recorder by CUDA events, on a fake GPU: its stream passes events when the test says so."""
+"""The recorder by events of a stream, on a fake GPU: its stream passes events when the test says so."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 import gradsync
 from gradsync.profiling.clocks import same_clock
-from gradsync.profiling.cuda import MAX_UNREAD_STEPS, CudaRecorder
+from gradsync.profiling.gpu import MAX_UNREAD_STEPS, GpuRecorder
 from gradsync.profiling.recorder import Recorder
 
 
@@ -56,13 +56,13 @@ def train(recorder: Recorder, steps: int) -> None:
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> CudaRecorder:
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+def recorder(monkeypatch: pytest.MonkeyPatch) -> GpuRecorder:
+    monkeypatch.setattr(torch, "Event", FakeEvent)
     Gpu.behind, Gpu.at_ms = False, 0.0
-    return CudaRecorder(gradsync.connect(), same_clock(1))
+    return GpuRecorder(gradsync.connect(), same_clock(1))
 
 
-def test_cuda_recorder_turns_events_into_times(recorder: CudaRecorder) -> None:
+def test_gpu_recorder_turns_events_into_times(recorder: GpuRecorder) -> None:
     recorder.detailed = True
     train(recorder, 4)
     steps = recorder.steps()
@@ -76,7 +76,7 @@ def test_cuda_recorder_turns_events_into_times(recorder: CudaRecorder) -> None:
     assert len(step.gradients) == 4
 
 
-def test_cuda_recorder_waits_only_for_a_gpu_that_is_far_behind(recorder: CudaRecorder) -> None:
+def test_gpu_recorder_waits_only_for_a_gpu_that_is_far_behind(recorder: GpuRecorder) -> None:
     Gpu.behind = True
     train(recorder, MAX_UNREAD_STEPS)
     assert recorder.steps() == []
