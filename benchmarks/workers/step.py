@@ -63,11 +63,14 @@ def _ddp_powersgd(model: nn.Module, optimizer: torch.optim.Optimizer, comm: grad
     return module
 
 
-def _gradsync_shm(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync.Communicator) -> nn.Module:
-    group = comm.clone()
-    assert isinstance(group, C10d)
-    gradsync.synchronize(model, optimizer, comm=Shm(group, why="the benchmark asks for it"))
-    return model
+def _on_shm(strategy: str) -> Attach:
+    def attach(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync.Communicator) -> nn.Module:
+        group = comm.unchecked().clone()
+        assert isinstance(group, C10d)
+        gradsync.synchronize(model, optimizer, strategy, comm=Shm(group, why="the benchmark asks for it"))
+        return model
+
+    return attach
 
 
 def _gradsync(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync.Communicator) -> nn.Module:
@@ -106,12 +109,15 @@ PERIODIC = {
 VARIANTS: dict[str, Variant] = {
     "compute": Variant(title="compute only", attach=_compute_only),
     "compute_adam": Variant(title="compute only, AdamW", attach=_compute_only, adam=True),
+    "gradsync_adam": Variant(title="gradsync, shm, AdamW", attach=_on_shm("allreduce"), one_host_only=True, adam=True),
+    "sharded_adam": Variant(title="sharded, shm, AdamW", attach=_on_shm("sharded"), one_host_only=True, adam=True),
+    "sharded_adam_c10d": Variant(title="sharded, c10d, AdamW", attach=_strategy("sharded"), adam=True),
     "ddp": Variant(title="DDP", attach=_ddp),
     "ddp_view": Variant(title="DDP, bucket views", attach=_ddp_view),
     "ddp_fp16": Variant(title="DDP, fp16 hook", attach=_ddp_fp16),
     "ddp_powersgd": Variant(title="DDP, PowerSGD rank 4 hook", attach=_ddp_powersgd),
     "gradsync": Variant(title="gradsync, c10d", attach=_gradsync),
-    "gradsync_shm": Variant(title="gradsync, shm", attach=_gradsync_shm, one_host_only=True),
+    "gradsync_shm": Variant(title="gradsync, shm", attach=_on_shm("allreduce"), one_host_only=True),
     **{name: Variant(title=text, attach=_strategy(text)) for name, text in {**LOSSY, **PERIODIC}.items()},
     "onebit_adam": Variant(title="onebit_adam, warmed up", attach=_strategy("onebit_adam(warmup_steps=2)"), adam=True),
 }

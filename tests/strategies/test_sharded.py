@@ -1,0 +1,403 @@
+"""``sharded``: each rank steps its own slices with the user's own optimizer, and N ranks equal one process."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+import gradsync
+from gradsync.comm import Communicator
+from gradsync.testing import run_ranks
+from tests.support.ranks import run_processes
+
+JOINED, STEPS, TOLERANCE = 12, 6, 1e-9
+Make = Callable[[Any], optim.Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda params: optim.SGD(params, lr=0.1),
+    "nesterov": lambda params: optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "sgd foreach": lambda params: optim.SGD(params, lr=0.05, momentum=0.9, foreach=True),
+    "sgd fused": lambda params: optim.SGD(params, lr=0.05, momentum=0.9, fused=True),
+    "adam": lambda params: optim.Adam(params, lr=0.01, amsgrad=True, weight_decay=0.01),
+    "adamw": lambda params: optim.AdamW(params, lr=0.01, weight_decay=0.1),
+    "adamw foreach": lambda params: optim.AdamW(params, lr=0.01, foreach=True),
+    "adamw fused": lambda params: optim.AdamW(params, lr=0.01, fused=True),
+    "rmsprop": lambda params: optim.RMSprop(params, lr=0.01, momentum=0.5, centered=True),
+    "adagrad": lambda params: optim.Adagrad(params, lr=0.05, initial_accumulator_value=0.1),
+    "adagrad fused": lambda params: optim.Adagrad(params, lr=0.05, fused=True),
+    "nadam": lambda params: optim.NAdam(params, lr=0.01),
+    "radam": lambda params: optim.RAdam(params, lr=0.01),
+    "adamax": lambda params: optim.Adamax(params, lr=0.01),
+    "adadelta": lambda params: optim.Adadelta(params, lr=1.0),
+    "rprop": lambda params: optim.Rprop(params, lr=0.01),
+    "asgd": lambda params: optim.ASGD(params, lr=0.05, t0=2),
+}
+
+
+class Reader(nn.Module):
+    """Reads parameters of its children without calling them, as attention does, and of an LSTM, which keeps a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.recurrent = nn.LSTM(8, 8, batch_first=True)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.view(len(x), 2, 8)
+        h = h + self.attention(h, h, h)[0]
+        h = self.scale * self.recurrent(h)[0].mean(1)
+        return torch.tanh(h @ self.head.weight.T + self.head.bias)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 40), nn.Tanh(), nn.Linear(40, 24), nn.Tanh(), nn.Linear(24, 8))
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    model = make().double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(0.3 * torch.randn(param.shape, generator=generator, dtype=torch.float64))
+    return model
+
+
+class Run:
+    """A model in training: one rank's, or (without ``comm``) one plain process on the joined batches."""
+
+    def __init__(
+        self,
+        comm: Communicator | None,
+        make: Make = OPTIMIZERS["adamw"],
+        model: Callable[[], nn.Module] = mlp,
+        strategy: str = "sharded",
+        *,
+        state: dict[str, Any] | None = None,
+        load_late: bool = False,
+        **options: Any,
+    ) -> None:
+        self.comm = comm
+        self.model = seeded(model)
+        self.optimizer = make(self.model.parameters())
+        self.sync: Any = None
+        if state is not None and not load_late:
+            self.load(state)
+        if comm is not None:
+            self.sync = gradsync.synchronize(
+                self.model, self.optimizer, strategy, comm=comm, bucket_bytes=9000, first_bucket_bytes=600, **options
+            )
+        if state is not None and load_late:
+            self.load(state)
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+
+    def loss(self, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(JOINED, 16, dtype=torch.float64, generator=generator)
+        if self.comm is not None:
+            size = JOINED // self.comm.world_size
+            x = x[self.comm.rank * size : (self.comm.rank + 1) * size]
+        loss: Tensor = (self.model(x) - x[:, :8]).square().mean()
+        return loss
+
+    def train(self, start: int = 0, stop: int = STEPS, clip: float | None = None, norm_type: float = 2.0) -> Run:
+        for step in range(start, stop):
+            self.optimizer.zero_grad()
+            self.loss(step).backward()
+            if clip is not None and self.sync is not None:
+                self.sync.clip_grad_norm_(clip, norm_type)
+            elif clip is not None:
+                nn.utils.clip_grad_norm_(self.model.parameters(), clip, norm_type)
+            self.optimizer.step()
+        return self
+
+    def saved(self) -> dict[str, Any]:
+        optimizer = self.optimizer.state_dict() if self.sync is None else self.sync.optimizer_state_dict(dst=None)
+        return copy.deepcopy({"model": self.model.state_dict(), "optimizer": optimizer})
+
+    def close(self) -> dict[str, Any]:
+        saved = self.saved()
+        if self.sync is not None:
+            self.sync.close()
+        return saved
+
+
+def assert_close(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Models and optimizer states are equal, to rounding."""
+    for name, value in expected["model"].items():
+        assert float((got["model"][name] - value).norm() / value.norm()) <= TOLERANCE, name
+    assert got["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
+    assert got["optimizer"]["state"].keys() == expected["optimizer"]["state"].keys()
+    for number, state in expected["optimizer"]["state"].items():
+        assert list(got["optimizer"]["state"][number]) == list(state)
+        for key, value in state.items():
+            torch.testing.assert_close(got["optimizer"]["state"][number][key], value, rtol=1e-8, atol=1e-12, msg=key)
+
+
+def assert_same_bits(outcomes: list[dict[str, Any]]) -> None:
+    for outcome in outcomes[1:]:
+        assert all(torch.equal(value, outcomes[0]["model"][name]) for name, value in outcome["model"].items())
+
+
+# -- exact with every elementwise optimizer ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "name"), list(enumerate(OPTIMIZERS)), ids=list(OPTIMIZERS))
+def test_optimizer_equals_one_process(number: int, name: str) -> None:
+    make = OPTIMIZERS[name]
+    outcomes = run_ranks(2 + number % 3, lambda comm: Run(comm, make).train().close())
+    assert_same_bits(outcomes)
+    assert_close(outcomes[0], Run(None, make).train().close())
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_modules_that_read_parameters_of_others(world: int) -> None:
+    outcomes = run_ranks(world, lambda comm: Run(comm, model=Reader).train().close())
+    assert_same_bits(outcomes)
+    assert_close(outcomes[0], Run(None, model=Reader).train().close())
+
+
+class OwnAdam(optim.Adam):
+    """A subclass may do anything in its step."""
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda params: optim.Muon([p for p in params if p.dim() == 2], lr=0.1), "Muon: it orthogonalizes"),
+        (lambda params: optim.Adafactor(params), "Adafactor: it keeps means over the rows"),
+        (lambda params: OwnAdam(params), "OwnAdam: it is not known"),
+    ],
+)
+def test_optimizer_that_is_not_elementwise_is_refused(make: Make, reason: str) -> None:
+    model = nn.Linear(3, 3, bias=False)
+    with pytest.raises(ValueError, match=reason):
+        gradsync.synchronize(model, make(list(model.parameters())), "sharded")
+    model(torch.ones(1, 3)).sum().backward()  # it is left as it was
+    assert model.weight.grad is not None
+
+
+def test_second_optimizer_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="Put all into one optimizer"):
+        gradsync.synchronize(model, optim.SGD(model[0].parameters(), lr=0.1), "sharded")
+
+
+def test_optimizer_shows_the_users_parameters_outside_of_a_step() -> None:
+    def go(comm: Communicator) -> None:
+        run = Run(comm).train(0, 2)
+        assert [*run.model.parameters()] == run.optimizer.param_groups[0]["params"]
+        run.optimizer.param_groups[0]["betas"] = None  # its step raises
+        run.loss(2).backward()
+        with pytest.raises(TypeError):
+            run.optimizer.step()
+        assert [*run.model.parameters()] == run.optimizer.param_groups[0]["params"]
+        run.sync.close()
+
+    run_ranks(2, go)
+
+
+# -- gradients between backward and step ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("world", "norm_type"), [(2, 2.0), (3, 1.0), (4, float("inf"))])
+def test_clipping_takes_the_norm_over_all_ranks(world: int, norm_type: float) -> None:
+    outcomes = run_ranks(world, lambda comm: Run(comm).train(clip=0.05, norm_type=norm_type).close())
+    assert_same_bits(outcomes)
+    assert_close(outcomes[0], Run(None).train(clip=0.05, norm_type=norm_type).close())
+
+
+def test_reading_gradients_of_which_a_rank_has_a_slice_raises() -> None:
+    def go(comm: Communicator) -> None:
+        run = Run(comm).train(0, 1)
+        run.loss(1).backward()
+        (first, *_) = params = list(run.model.parameters())
+        for read in (
+            lambda: nn.utils.clip_grad_norm_(params, 1.0),
+            lambda: nn.utils.clip_grad_norm_(params, 1.0, foreach=False),
+            lambda: nn.utils.get_total_norm([param.grad for param in params]),
+            lambda: first.grad.sum().item(),
+            lambda: first.grad.clone(),
+            lambda: first.grad.data,
+            lambda: torch.zeros(40, 16).double().add_(first.grad),
+        ):
+            with pytest.raises(ValueError, match=r"use sync\.clip_grad_norm_"):
+                read()
+        assert "PartialGradient" in repr(first.grad)
+        nn.utils.clip_grad_value_(params, 0.5)  # each value by itself: right on the slice
+        run.optimizer.step()
+        run.optimizer.zero_grad(set_to_none=False)
+        assert all(not param.grad.any() for param in params)  # zeros are whole
+        run.sync.close()
+
+    run_ranks(2, go)
+
+
+def test_norm_that_is_not_finite_raises_if_asked() -> None:
+    def go(comm: Communicator) -> None:
+        run = Run(comm).train(0, 1)
+        (run.loss(1) * (float("inf") if comm.rank == 1 else 1.0)).backward()
+        with pytest.raises(RuntimeError, match="error_if_nonfinite"):
+            run.sync.clip_grad_norm_(1.0, error_if_nonfinite=True)
+        with pytest.raises(ValueError, match="norm_type must be above 0"):
+            run.sync.clip_grad_norm_(1.0, 0.0)
+        run.sync.close()
+
+    run_ranks(2, go)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_scaler_skips_a_step_on_all_ranks_if_one_has_inf(fused: bool) -> None:
+    """The inf is in one slice of the gradients, which one rank has."""
+
+    def go(comm: Communicator) -> tuple[dict[str, Any], float]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        run = Run(comm, lambda params: optim.AdamW(params, lr=0.01, weight_decay=0.1, fused=fused), scaler=scaler)
+        for step in range(4):
+            run.optimizer.zero_grad()
+            loss = run.loss(step)
+            if step == 2 and comm.rank == 1:
+                loss = loss + run.model.get_parameter("4.bias")[-1] * float("inf")
+            scaler.scale(loss).backward()
+            scaler.step(run.optimizer)
+            scaler.update()
+        return run.close(), float(scaler.get_scale())
+
+    outcomes = run_ranks(3, go)
+    assert [scale for _, scale in outcomes] == [512.0] * 3
+    assert_same_bits([saved for saved, _ in outcomes])
+    plain = Run(None).train(0, 2).train(3, 4).close()
+    for name, value in plain["model"].items():
+        torch.testing.assert_close(outcomes[0][0]["model"][name], value, rtol=1e-7, atol=1e-9)
+
+
+# -- the optimizer's state --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_state_of_a_rank_is_its_share(world: int) -> None:
+    def go(comm: Communicator) -> int:
+        run = Run(comm, model=lambda: nn.Sequential(nn.Linear(16, 512), nn.Linear(512, 8))).train(0, 2)
+        assert not run.optimizer.state
+        num_bytes = int(run.sync.stats()["optimizer_state_bytes"])
+        run.sync.close()
+        return num_bytes
+
+    whole = 2 * 8 * sum(param.numel() for param in nn.Sequential(nn.Linear(16, 512), nn.Linear(512, 8)).parameters())
+    shares = run_ranks(world, go)
+    assert whole <= sum(shares) <= whole + 100
+    assert max(shares) < 1.1 * whole / world
+
+
+def test_plain_state_dict_raises_with_the_fix() -> None:
+    def go(comm: Communicator) -> list[int]:
+        run = Run(comm).train(0, 2)
+        with pytest.raises(ValueError, match=r"sync\.optimizer_state_dict\(\) on all ranks"):
+            run.optimizer.state_dict()
+        with pytest.raises(ValueError, match="dst must be a rank, 0 to 1"):
+            run.sync.optimizer_state_dict(dst=2)
+        on_one = run.sync.optimizer_state_dict(dst=1)
+        run.sync.close()
+        return list(on_one.get("state", []))
+
+    assert run_ranks(2, go) == [[], [0, 1, 2, 3, 4, 5]]
+
+
+@pytest.mark.parametrize("load_late", [False, True], ids=["before", "after"])
+def test_whole_state_is_loaded_by_any_number_of_ranks(load_late: bool) -> None:
+    expected = Run(None).train(0, 9).close()
+    state = run_ranks(2, lambda comm: Run(comm).train(0, 3).close())[0]
+    state = run_ranks(3, lambda comm: Run(comm, state=state, load_late=load_late).train(3, 6).close())[0]
+    assert_close(Run(None, state=state).train(6, 9).close(), expected)
+    outcomes = run_ranks(4, lambda comm: Run(comm, state=state, load_late=load_late).train(6, 9).close())
+    assert_same_bits(outcomes)
+    assert_close(outcomes[0], expected)
+
+
+def test_load_between_steps_replaces_the_state() -> None:
+    state = Run(None).train(0, 3).close()
+
+    def go(comm: Communicator) -> dict[str, Any]:
+        run = Run(comm).train(0, 5)
+        run.load(state)
+        return run.train(3, 6).close()
+
+    assert_close(run_ranks(3, go)[0], Run(None).train(0, 6).close())
+
+
+def test_state_moves_when_the_buckets_change() -> None:
+    """Freezing lays the buckets out anew: the slices of the state follow, and that of frozen parameters stays."""
+
+    def loop(run: Run) -> dict[str, Any]:
+        run.train(0, 3)
+        run.model[0].requires_grad_(False)  # type: ignore[index]
+        run.train(3, 5)
+        run.model[0].requires_grad_(True)  # type: ignore[index]
+        return run.train(5, 7).close()
+
+    outcomes = run_ranks(3, lambda comm: loop(Run(comm)))
+    assert_same_bits(outcomes)
+    assert_close(outcomes[0], loop(Run(None)))
+
+
+def test_ranks_that_run_out_of_data_leave_the_state_to_the_others_meanwhile() -> None:
+    def go(comm: Communicator) -> dict[str, Any]:
+        run = Run(comm)
+        for _ in range(2):  # after the first epoch the state is sharded again
+            with run.sync.join():
+                run.train(0, 5 if comm.rank == 0 else 3)
+            assert run.sync.stats()["optimizer_state_bytes"] > 0
+        return run.close()
+
+    outcomes = run_ranks(3, go)
+    assert_same_bits(outcomes)
+    plain = run_ranks(3, lambda comm: joined_allreduce(comm))
+    assert_close(outcomes[0], plain[0])
+
+
+def joined_allreduce(comm: Communicator) -> dict[str, Any]:
+    run = Run(comm, strategy="allreduce")
+    for _ in range(2):
+        with run.sync.join():
+            run.train(0, 5 if comm.rank == 0 else 3)
+    return run.close()
+
+
+def test_parameter_is_saved_without_its_bucket() -> None:
+    def go(comm: Communicator) -> None:
+        run = Run(comm).train(0, 2)
+        for dtype in (torch.float64,):
+            written = io.BytesIO()
+            bias = run.model.get_parameter("0.bias")
+            torch.save({"bias": bias.detach()}, written)
+            assert bias.untyped_storage().nbytes() == bias.numel() * dtype.itemsize
+            assert len(written.getvalue()) < 3000
+        before = bias.data_ptr()
+        run.sync.close()
+        assert bias.data_ptr() != before, "its memory is its own again"
+
+    run_ranks(2, go)
+
+
+# -- on real transports -----------------------------------------------------------------------------------------------
+
+
+def train_in_process(transport: str) -> dict[str, Any]:
+    return Run(gradsync.connect(transport, timeout_s=30)).train(clip=0.05).close()
+
+
+@pytest.mark.parametrize(("transport", "world"), [("shm", 3), ("c10d", 2)])
+def test_processes_equal_one_process(transport: str, world: int) -> None:
+    outcomes = run_processes(world, train_in_process, transport)
+    assert_same_bits(outcomes)
+    assert_close(outcomes[0], Run(None).train(clip=0.05).close())
