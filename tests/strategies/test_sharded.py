@@ -13,6 +13,8 @@ from torch import Tensor, nn, optim
 
 import gradsync
 from gradsync.comm import Communicator
+from gradsync.comm.base import Work
+from gradsync.comm.forwarding import Forwarding
 from gradsync.testing import run_ranks
 from tests.support.ranks import run_processes
 
@@ -385,6 +387,160 @@ def test_parameter_is_saved_without_its_bucket() -> None:
         before = bias.data_ptr()
         run.sync.close()
         assert bias.data_ptr() != before, "its memory is its own again"
+
+    run_ranks(2, go)
+
+
+# -- weights that arrive while the next forward runs ------------------------------------------------------------------
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests of this process may have compiled models."""
+    monkeypatch.setattr("gradsync.strategies.sharded.strategy.compiled_code_is_in_use", lambda: False)
+
+
+class LateWork(Work):
+    """Work whose result is there only once it was waited for."""
+
+    def __init__(self, work: Work, arrived: Tensor, out: Tensor, waits: list[int]) -> None:
+        self._parts = (work, arrived, out, waits)
+
+    def done(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        work, arrived, out, waits = self._parts
+        work.wait()
+        out.copy_(arrived)
+        waits.append(out.numel())
+
+
+class LateComm(Forwarding):
+    """Weights that are read before their gather was waited for are old ones."""
+
+    def __init__(self, inner: Communicator, waits: list[int]) -> None:
+        super().__init__(inner)
+        self.waits = waits
+
+    def gather_slices(self, buffer: Tensor) -> Work:
+        arrived = buffer.clone()
+        return LateWork(self.inner.gather_slices(arrived), arrived, buffer, self.waits)
+
+    def split(self, ranks: Any) -> Communicator | None:
+        group = self.inner.split(ranks)
+        return None if group is None else LateComm(group, self.waits)
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize("model", [mlp, Reader])
+@pytest.mark.parametrize("world", [2, 3])
+def test_forward_waits_for_late_weights(world: int, model: Callable[[], nn.Module]) -> None:
+    outcomes = run_ranks(world, lambda comm: Run(LateComm(comm, []), model=model).train().close())
+    assert_same_bits(outcomes)
+    assert_close(outcomes[0], Run(None, model=model).train().close())
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_each_module_waits_for_its_own_weights_only() -> None:
+    def go(comm: Communicator) -> None:
+        waits: list[int] = []
+        run = Run(LateComm(comm, waits)).train(0, 3)
+        assert isinstance(run.model, nn.Sequential)
+        num_buckets = len(run.sync.stats()["bucket_bytes"])
+        assert num_buckets >= 3
+        waits.clear()
+        run.optimizer.zero_grad()
+        run.loss(3).backward()
+        assert len(waits) == num_buckets, "the backward needs all"
+        waits.clear()
+        run.optimizer.step()
+        assert waits == []
+        run.model[0](torch.zeros(1, 16, dtype=torch.float64))
+        after_first = len(waits)
+        assert 0 < after_first < num_buckets
+        run.model[0](torch.zeros(1, 16, dtype=torch.float64))
+        assert len(waits) == after_first
+        run.sync.close()
+        assert len(waits) == num_buckets
+
+    run_ranks(2, go)
+
+
+READS: dict[str, Callable[[Run], Any]] = {
+    "state_dict": lambda run: run.model.state_dict(),
+    "parameters": lambda run: list(run.model.parameters()),
+    "deepcopy": lambda run: copy.deepcopy(run.model),
+    "settle": lambda run: run.sync.settle(),
+    "sync state_dict": lambda run: run.sync.state_dict(),
+    "close": lambda run: run.sync.close(),
+    "load_state_dict": lambda run: run.model.load_state_dict(seeded(mlp).state_dict()),
+}
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize("read", READS)
+def test_reading_parameters_waits_for_all(read: str) -> None:
+    def go(comm: Communicator) -> None:
+        waits: list[int] = []
+        run = Run(LateComm(comm, waits)).train(0, 3)
+        num_buckets = len(run.sync.stats()["bucket_bytes"])
+        waits.clear()
+        run.loss(3).backward()
+        run.optimizer.step()
+        del waits[:num_buckets]
+        assert waits == []
+        READS[read](run)
+        assert len(waits) == num_buckets
+        comm.barrier()
+        run.sync.close()
+
+    run_ranks(2, go)
+
+
+def test_model_may_be_compiled_while_weights_are_under_way() -> None:
+    """Compiled code reads parameters without a watcher: its first call waits for all, and later steps themselves."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+    def go(comm: Communicator) -> dict[str, Any]:
+        run = Run(LateComm(comm, []), model=Reader).train(0, 2)
+        comm.barrier()
+        plain, run.model = run.model, torch.compile(run.model, backend="eager")
+        run.train(2, 5)
+        run.model = plain
+        return run.close()
+
+    outcomes = run_ranks(2, go)
+    assert_same_bits(outcomes)
+    assert_close(outcomes[0], Run(None, model=Reader).train(0, 5).close())
+
+
+def test_overlap_can_be_turned_off() -> None:
+    def go(comm: Communicator) -> None:
+        waits: list[int] = []
+        run = Run(LateComm(comm, waits), strategy="sharded(overlap=False)").train(0, 2)
+        num_buckets = len(run.sync.stats()["bucket_bytes"])
+        assert len(waits) == 2 * num_buckets
+        assert type(run.model.get_submodule("0")._parameters) is dict
+        run.sync.close()
+
+    run_ranks(2, go)
+
+
+def test_model_is_as_before_after_close_and_in_copies() -> None:
+    def go(comm: Communicator) -> None:
+        run = Run(comm).train(0, 2)
+        copied, pickled = copy.deepcopy(run.model), io.BytesIO()
+        torch.save(run.model, pickled)
+        pickled.seek(0)
+        loaded = torch.load(pickled, weights_only=False)
+        run.sync.close()
+        for model in (run.model, copied, loaded):
+            first = model.get_submodule("0")
+            assert type(first._parameters) is dict
+            assert torch.equal(model(torch.ones(1, 16).double()), run.model(torch.ones(1, 16).double()))
+        assert not run.model.get_submodule("0")._forward_pre_hooks
 
     run_ranks(2, go)
 

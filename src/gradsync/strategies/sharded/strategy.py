@@ -2,28 +2,38 @@
 
 A step of exact data-parallel training in other words: the all-reduce of the gradients is cut in two halves, and the
 optimizer steps between them. The bytes are those of an all-reduce; the time and the state of the optimizer are 1/n.
+
+[Note: weights that arrive late] ``optimizer.step()`` starts the gathers, in the order in which forward needs them, and
+returns. What reads a parameter waits for its bucket first (see reads.py); reads only wait, and start nothing. The next
+backward and the next step wait for all. Where a transport makes progress only while ranks are in its calls (shared
+memory), one rank that evaluates alone would wait for ranks that are elsewhere: there ``step()`` waits, and so it does
+once ``torch.compile`` is in use, because compiled code does not run the watchers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
+from torch.nn import Parameter
 
 from gradsync import spec
 from gradsync.buckets.bucket import Bucket, BucketPlan
-from gradsync.comm.base import Communicator
+from gradsync.comm.base import Communicator, Work
 from gradsync.errors import GradSyncError
 from gradsync.reducers.base import Reducer
 from gradsync.reducers.codec_rules import CodecRule
 from gradsync.reducers.compressed.reducer import Compressed
+from gradsync.replicas.header import Header
 from gradsync.replicas.training import Training
 from gradsync.strategies.allreduce import AllReduce
 from gradsync.strategies.base import OwnStep, Verdict
 from gradsync.strategies.gradient_sync import ReducerSync
 from gradsync.strategies.sharded.optimizer_state import ShardedState, check_elementwise
+from gradsync.strategies.sharded.reads import ReadWatcher, compiled_code_is_in_use
 from gradsync.strategies.sharded.shards import Shards
 from gradsync.strategies.sharded.sliced import Sliced
 
@@ -43,6 +53,9 @@ class Sharded(AllReduce):
 
     Args:
         codec: compresses the gradients, which then are whole on every rank. Weights are always gathered exactly.
+        overlap: gather the weights while the next forward runs, where the transport can. Parameters that a script has
+            kept (``params = list(model.parameters())``) may be read only after ``sync.settle()`` then. False:
+            ``optimizer.step()`` waits for the weights.
 
     >>> import gradsync, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -53,8 +66,9 @@ class Sharded(AllReduce):
 
     slices_buckets = True
 
-    def __init__(self, *, codec: CodecRule | None = None) -> None:
+    def __init__(self, *, codec: CodecRule | None = None, overlap: bool = True) -> None:
         super().__init__(codec=codec)
+        self.overlap = overlap
         if codec is None:
             self.reducer = Sliced()
         self.sync = _ShardedSync(self.reducer, self)
@@ -64,9 +78,13 @@ class Sharded(AllReduce):
         self._stepped: list[Any] = []  # slots whose gradients the last step has applied
         self._removers: list[Any] = []
         self._packing = False  # the optimizer's state is read by this strategy
+        self._gathers: dict[int, Work] = {}  # by shard: gathers of weights under way
+        self._shard_of: dict[Parameter, int] = {}
+        self._gathers_lock = threading.RLock()  # a module may be called from any thread
 
     def spec_arguments(self) -> dict[str, Any]:
-        return {"codec": self.reducer.rules.as_argument() if isinstance(self.reducer, Compressed) else None}
+        codec = self.reducer.rules.as_argument() if isinstance(self.reducer, Compressed) else None
+        return {"codec": codec, "overlap": self.overlap}
 
     def setup(self, training: Training) -> None:
         training.check_all_optimized(spec.render(self))
@@ -76,8 +94,11 @@ class Sharded(AllReduce):
             optimizer.register_state_dict_pre_hook(self._check_state_dict).remove,
             optimizer.register_load_state_dict_post_hook(self._on_load).remove,
         ]
+        if self.overlap:
+            self._removers.append(ReadWatcher(training.model, self._before_read).remove)
 
     def attach(self, plan: BucketPlan, comm: Communicator) -> None:
+        self.settle()
         super().attach(plan, comm)
         if self._shards is not None and self._shards.layout == plan.layout and not plan.is_provisional:
             self._shards.bind(plan)  # without the other ranks: see Planner.follow
@@ -88,10 +109,13 @@ class Sharded(AllReduce):
             self._shards = None
         if not plan.is_provisional and comm.world_size > 1:
             self._shards = Shards(plan, comm)
+            self._shard_of = {slot.param: at for at, shard in enumerate(self._shards.shards) for slot in shard.slots}
             self._shard()
 
     def close(self) -> None:
+        """Wait for weights under way, which all ranks have sent; else the model would keep a part of the old ones."""
         super().close()
+        self.settle()
         for remove in self._removers:
             remove()
         if self._shards is not None:
@@ -150,6 +174,7 @@ class Sharded(AllReduce):
     def _step(self, step: int) -> Verdict:
         if self._state is None or self._shards is None:
             return Verdict.APPLY
+        self.settle()
         self._shards.take_in()
         self._state.step()
         entered = self.recorder.now()
@@ -160,10 +185,36 @@ class Sharded(AllReduce):
 
     def _gather_weights(self) -> None:
         assert self._shards is not None
-        works = [self.comm.gather_slices(shard.buffer) for shard in reversed(self._shards.shards)]
-        for work in works:
-            work.wait()
+        shards = self._shards.shards
+        for at in reversed(range(len(shards))):
+            self._gathers[at] = self.comm.gather_slices(shards[at].buffer)
+        if not (self.overlap and self.comm.runs_in_background) or compiled_code_is_in_use():
+            self.settle()
         torch.autograd.graph.increment_version([slot.param for slot in self._shards.slots()])
+
+    def _before_read(self, params: Iterable[Parameter | None]) -> None:
+        """Wait for the weights of these parameters."""
+        if self._gathers:
+            if compiled_code_is_in_use():  # for the first time: it reads the rest without a watcher
+                self.settle()
+            with self._gathers_lock:
+                for at in {self._shard_of.get(param, -1) for param in params if param is not None}:
+                    self._wait_for(at)
+
+    def _wait_for(self, at: int) -> None:
+        if at in self._gathers:
+            self._gathers[at].wait()
+            del self._gathers[at]
+
+    def settle(self) -> None:
+        """Wait for all weights that are under way."""
+        with self._gathers_lock:
+            for at in list(self._gathers):
+                self._wait_for(at)
+
+    def state_dict(self) -> dict[str, Any]:
+        self.settle()
+        return super().state_dict()
 
     def after_step(self, step: int) -> None:
         """Show the gradients again, as any optimizer leaves them: the next backward adds to what is not zeroed."""
@@ -240,12 +291,16 @@ class Sharded(AllReduce):
 
 
 class _ShardedSync(ReducerSync):
-    """Tells the strategy which ranks have data before the first bucket is reduced, and when the last one is."""
+    """Tells the strategy when a backward begins, who has data before a bucket is reduced, and when the last one is."""
 
     def __init__(self, reducer: Reducer, strategy: Sharded) -> None:
         super().__init__(reducer)
         self._strategy = strategy
         self._begun = False
+
+    def begin_step(self, header: Header) -> None:
+        self._strategy.settle()
+        super().begin_step(header)
 
     def launch(self, bucket: Bucket) -> None:
         if not self._begun:
