@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -41,6 +41,15 @@ def check_elementwise(optimizer: optim.Optimizer) -> None:
         f"sharded() lets each rank step a slice of every parameter, so the optimizer must be elementwise; got "
         f"{kind.__name__}: {reason}. Use one of {known}, or allreduce, which takes any optimizer."
     )
+
+
+def num_bytes(optimizer: optim.Optimizer) -> int:
+    """The bytes of the state that the optimizer itself has."""
+    return _num_bytes(optimizer.state.values())
+
+
+def _num_bytes(states: Iterable[State]) -> int:
+    return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
 
 
 class ShardedState:
@@ -107,8 +116,7 @@ class ShardedState:
 
     def num_bytes(self) -> int:
         """The bytes of this rank's slices of the state."""
-        tensors = [value for state in self._states.values() for value in state.values() if isinstance(value, Tensor)]
-        return sum(tensor.nbytes for tensor in tensors)
+        return _num_bytes(self._states.values())
 
     def step(self) -> None:
         """Let the optimizer step this rank's parts, with the gradients that their parameters have got."""

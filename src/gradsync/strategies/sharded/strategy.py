@@ -32,7 +32,7 @@ from gradsync.replicas.training import Training
 from gradsync.strategies.allreduce import AllReduce
 from gradsync.strategies.base import OwnStep, Verdict
 from gradsync.strategies.gradient_sync import ReducerSync
-from gradsync.strategies.sharded.optimizer_state import ShardedState, check_elementwise
+from gradsync.strategies.sharded.optimizer_state import ShardedState, check_elementwise, num_bytes
 from gradsync.strategies.sharded.reads import ReadWatcher, compiled_code_is_in_use
 from gradsync.strategies.sharded.shards import Shards
 from gradsync.strategies.sharded.sliced import Sliced
@@ -286,8 +286,8 @@ class Sharded(AllReduce):
         return super().bytes_per_step() + gathered
 
     def stats(self) -> dict[str, Any]:
-        """``optimizer_state_bytes``: of this rank's slices."""
-        return {"optimizer_state_bytes": 0 if self._state is None else self._state.num_bytes()}
+        """``optimizer_state_bytes``: of what this rank has of the optimizer's state."""
+        return {"optimizer_state_bytes": num_bytes(self._optimizer) + (self._state.num_bytes() if self._state else 0)}
 
 
 class _ShardedSync(ReducerSync):
