@@ -117,6 +117,11 @@ def test_sharded_optimizer_is_exact(case: str, exhaustive: bool) -> None:
         check_on_threads(case, OPTIMIZER_NAMES[number // len(WORLDS) % 2], world, "sharded")
 
 
+@pytest.mark.parametrize("seed", range(0, 16 * 37, 37))
+def test_sharded_optimizer_is_exact_for_random_models(seed: int) -> None:
+    check_on_threads(seed, OPTIMIZER_NAMES[seed % 2], WORLDS[seed % 3], "sharded")
+
+
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 1 << 20), optimizer=st.sampled_from(OPTIMIZER_NAMES), world=st.sampled_from(WORLDS))
 def test_random_models_on_threads(seed: int, optimizer: str, world: int) -> None:

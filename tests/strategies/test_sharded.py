@@ -17,6 +17,7 @@ from gradsync.comm.base import Work
 from gradsync.comm.forwarding import Forwarding
 from gradsync.testing import run_ranks
 from tests.support.ranks import run_processes
+from tests.support.simulated import connect_on_hosts
 
 JOINED, STEPS, TOLERANCE = 12, 6, 1e-9
 Make = Callable[[Any], optim.Optimizer]
@@ -94,7 +95,11 @@ class Run:
             self.load(state)
         if comm is not None:
             self.sync = gradsync.synchronize(
-                self.model, self.optimizer, strategy, comm=comm, bucket_bytes=9000, first_bucket_bytes=600, **options
+                self.model,
+                self.optimizer,
+                strategy,
+                comm=comm,
+                **{"bucket_bytes": 9000, "first_bucket_bytes": 600, **options},
             )
         if state is not None and load_late:
             self.load(state)
@@ -167,6 +172,27 @@ def test_modules_that_read_parameters_of_others(world: int) -> None:
     outcomes = run_ranks(world, lambda comm: Run(comm, model=Reader).train().close())
     assert_same_bits(outcomes)
     assert_close(outcomes[0], Run(None, model=Reader).train().close())
+
+
+def test_parameters_that_one_rank_or_none_uses() -> None:
+    """Rank r uses layer r only: the owner of a slice learns from the others whether it has a gradient."""
+
+    def go(comm: Communicator | None) -> dict[str, Any]:
+        run = Run(None, model=lambda: nn.ModuleList(nn.Linear(16, 8) for _ in range(4)))
+        if comm is not None:
+            run.sync = gradsync.synchronize(run.model, run.optimizer, "sharded", comm=comm, bucket_bytes=1500)
+        for step in range(STEPS):
+            x = torch.randn(3, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+            run.optimizer.zero_grad()
+            losses = [run.model.get_submodule(str(rank))(x).square().mean() for rank in range(3)]
+            (sum(losses) / 3 if comm is None else losses[comm.rank]).backward()
+            run.optimizer.step()
+        return run.close()
+
+    outcomes = run_ranks(3, go)
+    assert_same_bits(outcomes)
+    assert_close(outcomes[0], go(None))
+    assert sorted(outcomes[0]["optimizer"]["state"]) == [0, 1, 2, 3, 4, 5], "none for the layer that no rank uses"
 
 
 class OwnAdam(optim.Adam):
@@ -436,7 +462,9 @@ class LateComm(Forwarding):
 @pytest.mark.parametrize("model", [mlp, Reader])
 @pytest.mark.parametrize("world", [2, 3])
 def test_forward_waits_for_late_weights(world: int, model: Callable[[], nn.Module]) -> None:
-    outcomes = run_ranks(world, lambda comm: Run(LateComm(comm, []), model=model).train().close())
+    """A bucket for each parameter: nobody waits for that of another by the way."""
+    small = {"bucket_bytes": 8, "first_bucket_bytes": 8}
+    outcomes = run_ranks(world, lambda comm: Run(LateComm(comm, []), model=model, **small).train().close())
     assert_same_bits(outcomes)
     assert_close(outcomes[0], Run(None, model=model).train().close())
 
@@ -548,11 +576,38 @@ def test_model_is_as_before_after_close_and_in_copies() -> None:
 # -- on real transports -----------------------------------------------------------------------------------------------
 
 
+def connected(transport: str) -> Communicator:
+    if transport == "hierarchical":
+        return connect_on_hosts("aabb", timeout_s=30)
+    return gradsync.connect(transport, timeout_s=30)
+
+
 def train_in_process(transport: str) -> dict[str, Any]:
-    return Run(gradsync.connect(transport, timeout_s=30)).train(clip=0.05).close()
+    comm = connected(transport)
+    in_short_floats(comm)
+    return Run(comm).train(clip=0.05).close()
 
 
-@pytest.mark.parametrize(("transport", "world"), [("shm", 3), ("c10d", 2)])
+def in_short_floats(comm: Communicator) -> None:
+    """Parameters of 16 bits: the ranks end with the same bits."""
+    model = nn.Sequential(nn.Linear(64, 64).to(torch.bfloat16), nn.Linear(64, 8).half())
+    optimizer = optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    with gradsync.synchronize(model, optimizer, "sharded", comm=comm, bucket_bytes=4000) as sync:
+        for _ in range(3):
+            optimizer.zero_grad()
+            middle = model[0](torch.full((2, 64), 1.0 + comm.rank, dtype=torch.bfloat16))
+            model[1](middle.half()).float().square().mean().backward()
+            sync.clip_grad_norm_(1.0)
+            optimizer.step()
+        for param in model.parameters():
+            sent = param.detach().float()
+            everyone = torch.empty(comm.world_size, *sent.shape)
+            comm.all_gather(sent, out=everyone).wait()
+            assert sent.isfinite().all()
+            assert all(torch.equal(other, sent) for other in everyone)
+
+
+@pytest.mark.parametrize(("transport", "world"), [("shm", 3), ("c10d", 2), ("hierarchical", 4)])
 def test_processes_equal_one_process(transport: str, world: int) -> None:
     outcomes = run_processes(world, train_in_process, transport)
     assert_same_bits(outcomes)
