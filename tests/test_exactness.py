@@ -105,6 +105,24 @@ def test_compressed_reducer_is_exact_with_the_dense_codec(case: str, exhaustive:
         check_on_threads(case, "sgd", world, "allreduce(codec=dense)")
 
 
+# They need what a sharded optimizer refuses: a second optimizer for some of the parameters.
+NOT_SHARDED = {"sparse_embeddings"}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in NOT_SHARDED])
+def test_sharded_optimizer_is_exact(case: str, exhaustive: bool) -> None:
+    """The cases rotate over 2, 3 and 4 ranks and two optimizers."""
+    number = EVERY_CASE.index(case)
+    worlds = WORLDS if exhaustive else (WORLDS[number % len(WORLDS)],)
+    for world in worlds:
+        check_on_threads(case, OPTIMIZER_NAMES[number // len(WORLDS) % 2], world, "sharded")
+
+
+@pytest.mark.parametrize("seed", range(0, 16 * 37, 37))
+def test_sharded_optimizer_is_exact_for_random_models(seed: int) -> None:
+    check_on_threads(seed, OPTIMIZER_NAMES[seed % 2], WORLDS[seed % 3], "sharded")
+
+
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 1 << 20), optimizer=st.sampled_from(OPTIMIZER_NAMES), world=st.sampled_from(WORLDS))
 def test_random_models_on_threads(seed: int, optimizer: str, world: int) -> None:

@@ -56,9 +56,12 @@ def _clone(comm: gradsync.Communicator) -> C10d:
     return group
 
 
-def _gradsync_shm(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync.Communicator) -> nn.Module:
-    gradsync.synchronize(model, optimizer, comm=Shm(_c10d(comm), why="the benchmark asks for it"))
-    return model
+def _on_shm(strategy: str) -> Attach:
+    def attach(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync.Communicator) -> nn.Module:
+        gradsync.synchronize(model, optimizer, strategy, comm=Shm(_c10d(comm), why="the benchmark asks for it"))
+        return model
+
+    return attach
 
 
 def _gradsync_c10d(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync.Communicator) -> nn.Module:
@@ -132,7 +135,11 @@ VARIANTS: dict[str, Variant] = {
     ),
     "gradsync": Variant(title="gradsync, tcp", attach=_gradsync),
     "gradsync_c10d": Variant(title="gradsync, c10d", attach=_gradsync_c10d),
-    "gradsync_shm": Variant(title="gradsync, shm", attach=_gradsync_shm, one_host_only=True),
+    "gradsync_shm": Variant(title="gradsync, shm", attach=_on_shm("allreduce"), one_host_only=True),
+    "gradsync_adam": Variant(title="gradsync, shm, AdamW", attach=_on_shm("allreduce"), one_host_only=True, adam=True),
+    "sharded": Variant(title="sharded, tcp", attach=_strategy("sharded")),
+    "sharded_fp16": Variant(title="sharded(codec=fp16), tcp", attach=_strategy("sharded(codec=fp16)"), sends_less=True),
+    "sharded_adam": Variant(title="sharded, shm, AdamW", attach=_on_shm("sharded"), one_host_only=True, adam=True),
     "gradsync_hierarchical": Variant(
         title="gradsync, hierarchical", attach=_hierarchical("allreduce"), hierarchical=True
     ),

@@ -26,6 +26,7 @@ from gradsync.strategies import (
     LocalSGD,
     OneBitAdam,
     ParameterServer,
+    Sharded,
     Strategy,
 )
 from gradsync.synchronize import Synchronizer, synchronize
@@ -52,6 +53,7 @@ __all__ = [
     "RefusedByServer",
     "SameDataWarning",
     "ServerLost",
+    "Sharded",
     "SpecError",
     "Strategy",
     "SyncBatchNorm",

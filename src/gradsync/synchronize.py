@@ -256,6 +256,28 @@ class Synchronizer:
         with self._source.joining(self._engine.join):
             yield
 
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale all gradients of the model down to a norm of at most ``max_norm``; returns the norm that they had.
+
+        Like ``torch.nn.utils.clip_grad_norm_``, which it is under most strategies. Under ``sharded``, where each rank
+        has a slice of the gradients, the norm is taken over all ranks: all of them call it, after each backward.
+
+        >>> import gradsync, torch
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> sync = gradsync.synchronize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> (5.0 * model.weight).sum().backward()
+        >>> sync.clip_grad_norm_(1.0).item(), round(model.weight.grad.item(), 3)
+        (5.0, 1.0)
+        """
+        if not norm_type > 0:
+            raise ValueError(f"norm_type must be above 0, or inf; got {norm_type=}.")
+        params = list(self._engine.training.params.values())
+        return self._engine.strategy.clip_grad_norm(
+            params, float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite
+        )
+
     def settle(self) -> None:
         """Bring the replicas together now: before evaluating, saving, or at the end of training. Blocks.
 
@@ -354,6 +376,28 @@ class Synchronizer:
         if dst is not None and not 0 <= dst < comm.world_size:
             raise ValueError(f"dst must be a rank, 0 to {comm.world_size - 1}, or None for all; got {dst=}.")
         return saved_state.gather(self.state_dict(), comm, dst)
+
+    def optimizer_state_dict(self, dst: int | None = 0) -> dict[str, Any]:
+        """What ``optimizer.state_dict()`` would return in one process: the whole state, on rank ``dst`` alone. Blocks.
+
+        All ranks call it, between steps. Under ``sharded`` the other ranks get an empty dict, or with ``dst=None`` the
+        same; ``optimizer.load_state_dict`` takes it on any number of ranks, before ``synchronize`` or after it. Under
+        all other strategies every rank gets its own ``optimizer.state_dict()``, and nothing is sent.
+
+        >>> import gradsync, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> with gradsync.synchronize(model, optimizer, "sharded") as sync:
+        ...     model(torch.ones(1, 2)).sum().backward()
+        ...     optimizer.step()
+        ...     sorted(sync.optimizer_state_dict()["state"][0])
+        ['exp_avg', 'exp_avg_sq', 'step']
+        """
+        engine = self._engine
+        if dst is not None and not 0 <= dst < self.world_size:
+            raise ValueError(f"dst must be a rank, 0 to {self.world_size - 1}, or None for all; got {dst=}.")
+        state: dict[str, Any] = engine.guard(engine.strategy.optimizer_state_dict, engine.training.optimizer, dst)
+        return state
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Load what ``state_dict`` returned, on every rank.

@@ -93,6 +93,35 @@ def all_reduce_from_gives_the_bits_of_all_reduce(comm: Communicator) -> list[Ten
 
 
 @contract
+def slices_are_reduced_to_their_owners_and_gathered(comm: Communicator) -> list[Tensor]:
+    results = []
+    for dtype in (torch.float64, torch.float32, torch.float16):
+        for share in (64, 128 * 79):
+            numel = share * comm.world_size
+            values = inputs(comm.world_size, (numel,), dtype, seed=share)
+            first, end = comm.rank * share, (comm.rank + 1) * share
+            for is_bucket in (True, False):
+                buffer = (
+                    comm.allocate(numel, dtype, torch.device("cpu")) if is_bucket else torch.empty(numel, dtype=dtype)
+                )
+                buffer.copy_(values[comm.rank])
+                sources = []
+                if comm.owned_range(buffer) != (0, 0):
+                    assert comm.owned_range(buffer) == (first, end)
+                    sources = [
+                        SourceSlice(first + 64 * at, buffer[first + 64 * at : end].clone(), 1.0) for at in (0, 1)
+                    ]
+                    sources = sources[share > 64 :][:1]
+                    buffer[sources[0].first : end] = torch.nan
+                comm.reduce_slices(buffer, sources).wait()
+                assert_reduced(buffer[first:end].clone(), [value[first:end] for value in values], "sum")
+                comm.gather_slices(buffer).wait()
+                assert_reduced(buffer.clone(), values, "sum")
+                results.append(buffer.clone())
+    return results
+
+
+@contract
 def all_gather_puts_rows_in_rank_order(comm: Communicator) -> list[Tensor]:
     results = []
     for dtype in DTYPES:

@@ -24,6 +24,7 @@ SETTINGS = {
 # Other ways through a strategy. What a codec does is the codecs' contract: here one that compresses small parameters.
 MORE = [
     "allreduce(codec=int8)",
+    "sharded(codec=int8)",
     "allreduce(reducer=compressed(codec=topk(density=0.3), min_numel=8))",
     "local_sgd(every=3, codec={'*.weight': 'int8'}, optimizer_state='average')",
     "local_sgd(every=1, codec={'*.weight': 'topk(density=0.3)'})",
@@ -85,7 +86,7 @@ def train(
         assert stats["bytes_per_step"] >= 0
         return {
             "model": {name: value.clone() for name, value in model.state_dict().items()},
-            "optimizer": optimizer.state_dict(),
+            "optimizer": sync.optimizer_state_dict(dst=None),
             "sync": sync.state_dict(),
             "at": steps,
             "losses": losses,

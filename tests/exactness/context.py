@@ -31,6 +31,9 @@ class Plain:
 
     synchronized = True
 
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
@@ -38,6 +41,12 @@ class Plain:
 
     def set_weight(self, weight: float) -> None:
         pass
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
+
+    def optimizer_state_dict(self, dst: int | None) -> dict[str, Any]:
+        return self._optimizer.state_dict()
 
 
 @dataclass
@@ -75,7 +84,7 @@ class Context:
 
     def sync(self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
         if self.comm is None:
-            return Plain()
+            return Plain(model, optimizer)
         # Small buckets, so that small models have two or three.
         options = {"strategy": self.strategy, "bucket_bytes": 8000, "first_bucket_bytes": 500, **options}
         sync = gradsync.synchronize(model, optimizer, comm=self.comm, **options)

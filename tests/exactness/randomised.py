@@ -121,7 +121,7 @@ def random_case(seed: int) -> Callable[[Context], nn.Module]:
                 else:
                     loss.backward()
             if recipe.clip:
-                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                sync.clip_grad_norm_(0.5)
             optimizer.step()
             ctx.stepped(model)
         return model

@@ -1,4 +1,4 @@
-"""The short examples: unequal workers, lock-free workers, gossip, and the parameter server."""
+"""The short examples: unequal workers, lock-free workers, gossip, a sharded optimizer, and the parameter server."""
 
 from __future__ import annotations
 
@@ -45,6 +45,13 @@ def test_gossip_example_ends_with_one_model() -> None:
     losses = [float(printed.split("loss ")[1].split(",")[0]) for printed in (zero, one)]
     assert losses[0] == losses[1] < 0.1, "it began near 1"
     assert "living [0, 1]" in zero
+
+
+def test_sharded_example_keeps_half_of_the_state() -> None:
+    printed_by_0, printed_by_1 = run_processes(2, run_example, "sharded.py", ["--steps", "60"])
+    assert float(printed_by_0.split("%")[0]) > 30.0, "a tenth of it would be by chance"
+    assert "optimizer state: 1.2 of 2.4 MB" in printed_by_0
+    assert printed_by_1 == ""
 
 
 @pytest.mark.parametrize("strategy", ["parameter_server", "parameter_server(staleness=None, staleness_policy=scale)"])

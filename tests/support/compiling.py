@@ -69,7 +69,8 @@ def _compile_sum(dtype: Any) -> None:
     for op in ("sum", "max", "min"):
         shm_sums.sum_address(dtype, op)
     if dtype in shm_sums.SOURCE_DTYPES:
-        shm_sums.source_sum(dtype)
+        for to_all in (True, False):
+            shm_sums.source_sum(dtype, to_all=to_all)
 
 
 def _compile_reducer(text: str, dtype: Any) -> None:

@@ -18,6 +18,7 @@ from gradsync.reducers.compressed.reducer import Compressed
 from gradsync.reducers.plain import Plain
 from gradsync.strategies.allreduce import AllReduce
 from gradsync.strategies.onebit_adam import OneBitAdam
+from gradsync.strategies.sharded.strategy import Sharded
 
 Kind = Literal["gradients", "periodic", "server", "gossip", "shared", "unknown"]
 
@@ -78,6 +79,9 @@ def comm_pattern_of(text: str) -> CommPattern:
         return CommPattern(text, "gradients", spec.render(strategy._compressed))
     if name == "auto":
         return CommPattern(text, "gradients", exact=True)
+    if isinstance(strategy, Sharded):
+        reducer = _reducer_text(strategy)
+        return CommPattern(text, "gradients", reducer, exact=reducer == "plain")
     if isinstance(strategy, AllReduce):
         plain = type(strategy.reducer) is Plain
         return CommPattern(text, "gradients", spec.render(strategy.reducer), exact=plain)

@@ -34,9 +34,12 @@ class Bucket:
 
     ``storage`` is the buffer and, behind it, one flag per parameter: 1 if this rank has a gradient. The flags are
     summed over the ranks with the rest, and show which parameters no rank used, without another collective.
+    ``multiple_of``: the storage is padded to a multiple of this number of values.
     """
 
-    def __init__(self, index: int, params: Sequence[tuple[str, Parameter]], allocator: Allocator) -> None:
+    def __init__(
+        self, index: int, params: Sequence[tuple[str, Parameter]], allocator: Allocator, *, multiple_of: int = 1
+    ) -> None:
         first = params[0][1]
         self.index = index
         self.dtype = first.dtype
@@ -49,9 +52,10 @@ class Bucket:
             offsets.append(end)
             end += -(-param.numel() // align) * align
         numel = end * reals_per_value
-        self.storage = allocator.allocate(numel + len(params), real, first.device)
+        padded = -(-(numel + len(params)) // multiple_of) * multiple_of
+        self.storage = allocator.allocate(padded, real, first.device)
         self.buffer = self.storage[:numel]
-        self.flags = self.storage[numel:]
+        self.flags = self.storage[numel : numel + len(params)]
         values = torch.view_as_complex(self.buffer.view(-1, 2)) if first.dtype.is_complex else self.buffer
         self.slots = [
             Slot(
@@ -100,7 +104,7 @@ class Bucket:
             grad = slot.param.grad
             if grad is None and not slot.held:
                 unused.append(slot)
-            elif grad is None or grad is slot.view or slot.held:
+            elif grad is None or slot.is_in_bucket(grad) or slot.held:
                 slot.collect()
                 if not slot.scaled:
                     unscaled.append(slot)
@@ -154,8 +158,9 @@ class Bucket:
         counts = self.flags.tolist() if absent else []
         for slot in self.slots:
             slot.held, slot.external = False, None
-            if slot.param.grad is not slot.view and (slot not in absent or counts[slot.index] > 0):
-                slot.param.grad = slot.view
+            shown = slot.view if slot.partial is None else slot.partial
+            if slot.param.grad is not shown and (slot not in absent or counts[slot.index] > 0):
+                slot.param.grad = shown
             if slot.stashed is not None:
                 slot.unstash()
 
@@ -171,14 +176,17 @@ class BucketPlan:
         allocator: Allocator,
         *,
         loose: Sequence[str] = (),
+        multiple_of: int = 1,
     ) -> None:
         self.layout = [list(names) for names in layout]
         self.buckets = [
-            Bucket(index, [(name, params[name]) for name in names], allocator) for index, names in enumerate(layout)
+            Bucket(index, [(name, params[name]) for name in names], allocator, multiple_of=multiple_of)
+            for index, names in enumerate(layout)
         ]
         self.sparse = [SparseSlot(name, params[name]) for name in sparse]
         self.loose = [LooseSlot(name, params[name]) for name in loose]  # gradients that stay with their rank
         self.fingerprint = fingerprint_of(self.layout, sparse)
+        self.is_provisional = False  # buckets are laid out anew after the first backward, whose order is not known yet
 
     def slots(self) -> Iterator[AnySlot]:
         for bucket in self.buckets:

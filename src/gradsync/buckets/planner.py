@@ -17,13 +17,14 @@ from gradsync.buckets.bucket import Allocator, BucketPlan, fingerprint_of, plan_
 from gradsync.buckets.slot import AnySlot, Slot
 from gradsync.comm.base import Communicator
 
+SLICE_ALIGN = 64  # values: no two ranks write to one cache line
 Layout = list[list[str]]
 # Raises, on all ranks, unless all of them are about to make the plan with this fingerprint.
 Agreement = Callable[[int], None]
 
 
 class Planner:
-    """Owns the current plan and its slots."""
+    """Owns the current plan and its slots. ``sliced``: every bucket can be cut into equal slices, one for each rank."""
 
     def __init__(
         self,
@@ -34,9 +35,11 @@ class Planner:
         bucket_bytes: int,
         first_bucket_bytes: int,
         bucketed: bool,
+        sliced: bool = False,
     ) -> None:
         self._params = params
         self._comm = comm
+        self._multiple_of = comm.world_size * SLICE_ALIGN if sliced else 1
         self._sparse = set(sparse)
         self._bucket_bytes = bucket_bytes
         self._first_bucket_bytes = first_bucket_bytes
@@ -59,8 +62,14 @@ class Planner:
         self._strides = self._strides_now()
         loose = [name for name, on in self._trainable.items() if on and name not in self._sparse and layout is None]
         self.plan = BucketPlan(
-            layout or [], self._trainable_sparse(), self._params, allocator or self._comm, loose=loose
+            layout or [],
+            self._trainable_sparse(),
+            self._params,
+            allocator or self._comm,
+            loose=loose,
+            multiple_of=self._multiple_of,
         )
+        self.plan.is_provisional = self.ready_order is not None
         self.slots = {slot.name: slot for slot in self.plan.slots()}
         for name, slot in self.slots.items():
             if name in old:
@@ -153,7 +162,8 @@ class Planner:
         self.ready_order = None
         layout = self._layout([names[at] for at in wire.tolist()])
         if layout == self.plan.layout:
-            return False
+            self.plan.is_provisional = False
+            return self._multiple_of > 1  # a strategy of slices must be told that the plan is final
         self._install(layout)
         return True
 

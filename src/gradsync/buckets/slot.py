@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from gradsync.buckets.partial import PartialGradient
 from gradsync.comm import hugepages
 from gradsync.comm.base import SourceSlice
 
@@ -38,6 +39,22 @@ class Slot:
         self.held = False  # it has accumulated gradients, and .grad is None meanwhile (see Engine)
         self.scaled = False  # already multiplied when it was copied in
         self.stashed: Tensor | None = None  # an earlier mean that must not be averaged again
+        self.partial: PartialGradient | None = None  # .grad in place of the view, where only a slice of it is the mean
+
+    def is_in_bucket(self, grad: Tensor | None) -> bool:
+        """Whether a gradient is this slot's part of the bucket."""
+        return grad is not None and (grad is self.view or grad is self.partial)
+
+    def show_slice_only(self) -> None:
+        """Let ``publish`` give out a gradient that can't be read: this rank has only its slice of the mean."""
+        if self.partial is None:
+            self.partial = PartialGradient.of(self.view)
+        self.partial.is_partial = True
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether ``.grad`` is a mean of which this rank has only its slice."""
+        return self.partial is not None and self.param.grad is self.partial and self.partial.is_partial
 
     @property
     def start(self) -> int:
@@ -61,7 +78,7 @@ class Slot:
         accumulated over several backwards is scaled at the launch.
         """
         grad = self.param.grad
-        if grad is None or grad is self.view:
+        if grad is None or self.is_in_bucket(grad):
             return  # nothing there, or autograd has added into the bucket itself
         with torch.no_grad():
             if self.held:
@@ -86,7 +103,7 @@ class Slot:
         """
         grad = self.param.grad
         assert grad is not None, "there is a gradient to read"
-        if self.in_place is None or self.held or grad is self.view or self.view.is_complex():
+        if self.in_place is None or self.held or self.is_in_bucket(grad) or self.view.is_complex():
             return False
         first, end = self.in_place
         is_whole = end - first == self.flat.numel()
@@ -170,6 +187,8 @@ class Slot:
         if grad is None:
             return
         self.collect()
+        if self.partial is not None:
+            self.partial.is_partial = False  # from here on it holds what this rank accumulates
         # Zeros, as zero_grad(set_to_none=False) leaves them, are not worth a copy. (On a GPU asking would block.)
         if not self.view.is_cpu or bool(self.view.any()):
             self.stashed = self.view.detach().clone()
@@ -185,11 +204,13 @@ class Slot:
         """A copy of what the window has accumulated so far."""
         if self.held:
             return self.view.detach().clone()
+        if self.is_partial:
+            return None  # without the other ranks' slices it is of no use
         return None if self.param.grad is None else self.param.grad.detach().clone()
 
     def holds_something(self) -> bool:
         """Whether it holds more than zeros, which ``zero_grad(set_to_none=False)`` leaves."""
-        return self.held or (self.param.grad is not None and bool(self.param.grad.any()))
+        return self.held or self.is_partial or (self.param.grad is not None and bool(self.param.grad.any()))
 
     def forget(self) -> None:
         """Drop everything that was accumulated."""
@@ -216,6 +237,8 @@ class Slot:
 
 class LooseSlot:
     """A parameter whose gradient lies in no bucket: autograd's own tensor is what the optimizer reads."""
+
+    is_partial = False
 
     def __init__(self, name: str, param: Parameter) -> None:
         self.name = name

@@ -91,6 +91,7 @@ class Communicator(abc.ABC):
 
     transport: str = "none"  # what moves the bytes: "c10d", "threads", ...
     sends_used_only: bool = False  # all_to_all sends only the ``used`` bytes of a row
+    runs_in_background: bool = False  # a collective completes even while ranks are in no call of the transport
     compares_calls: bool = False  # the transport itself finds ranks whose calls differ: see checked.py
     bucket_bytes: int | None = None  # buckets of this size suit its all-reduce; None: the strategy's own default
     why: str = ""  # why this transport was chosen, for `gradsync info` and sync.stats()
@@ -180,9 +181,23 @@ class Communicator(abc.ABC):
         Each source replaces the buffer's values of this rank in its ``owned_range``. The bits of the result are those
         of an all-reduce after copying the sources into the buffer, as this default does.
         """
-        for source in sources:
-            torch.mul(source.values, source.factor, out=buffer[source.first : source.first + source.values.numel()])
+        copy_in(sources, buffer)
         return self.all_reduce(buffer)
+
+    def reduce_slices(self, buffer: Tensor, sources: Sequence[SourceSlice] = ()) -> Work:
+        """Sum an allocated buffer over all ranks; this rank's slice of it gets the sum, the rest is undefined.
+
+        The buffer has equal slices, one for each rank in rank order. ``sources``: as for ``all_reduce_from``.
+        """
+        copy_in(sources, buffer)
+        rows = buffer.view(self.world_size, -1)
+        total = torch.empty_like(rows[self.rank])
+        return _CopiedWork(self.reduce_scatter(rows, out=total), total, rows[self.rank])
+
+    def gather_slices(self, buffer: Tensor) -> Work:
+        """Overwrite each slice of an allocated buffer with that of its owner: see ``reduce_slices``."""
+        rows = buffer.view(self.world_size, -1)
+        return self.all_gather(rows[self.rank], out=rows)
 
     def unchecked(self) -> Communicator:
         """The same group without the comparison of calls, for callers that agree on them by a plan, as engines do.
@@ -224,6 +239,30 @@ class Communicator(abc.ABC):
     def _check_peer(self, rank: int, what: str) -> None:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"{what} must be a rank from 0 to {self.world_size - 1}; got {what}={rank}.")
+
+
+def copy_in(sources: Sequence[SourceSlice], buffer: Tensor) -> None:
+    """Write values that an all-reduce would read where they are into its buffer."""
+    for source in sources:
+        torch.mul(source.values, source.factor, out=buffer[source.first : source.first + source.values.numel()])
+
+
+class _CopiedWork(Work):
+    """Work whose result is copied from ``source`` to ``out`` by ``wait()``."""
+
+    def __init__(self, work: Work, source: Tensor, out: Tensor) -> None:
+        self._work = work
+        self._source: Tensor | None = source
+        self._out = out
+
+    def done(self) -> bool:
+        return self._work.done()
+
+    def wait(self) -> None:
+        self._work.wait()
+        if self._source is not None:
+            self._out.copy_(self._source)
+            self._source = None
 
 
 def check_op(op: str) -> None:

@@ -21,6 +21,7 @@ class Forwarding(Communicator):
         self.why = inner.why
         self.sends_used_only = inner.sends_used_only
         self.bucket_bytes = inner.bucket_bytes
+        self.runs_in_background = inner.runs_in_background
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
         return self.inner.all_reduce(tensor, op=op)
@@ -65,6 +66,12 @@ class Forwarding(Communicator):
 
     def all_reduce_from(self, buffer: Tensor, sources: Sequence[SourceSlice]) -> Work:
         return self.inner.all_reduce_from(buffer, sources)
+
+    def reduce_slices(self, buffer: Tensor, sources: Sequence[SourceSlice] = ()) -> Work:
+        return self.inner.reduce_slices(buffer, sources)
+
+    def gather_slices(self, buffer: Tensor) -> Work:
+        return self.inner.gather_slices(buffer)
 
     def close(self) -> None:
         self.inner.close()

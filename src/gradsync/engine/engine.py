@@ -83,6 +83,7 @@ class _Backward:
     header: Header | None = None  # this rank's step header; None: this backward does not synchronize
     factor: float | None = None  # scales them to this rank's share of the mean; None until all headers have arrived
     next_bucket: int = 0
+    onto_slices: bool = False  # gradients of an earlier backward, of which each rank has its slice, were set aside
 
 
 class Engine:
@@ -135,10 +136,11 @@ class Engine:
             bucket_bytes=settings.bucket_bytes,
             first_bucket_bytes=settings.first_bucket_bytes,
             bucketed=self.strategy.gradient_sync(self.step) is not None,
+            sliced=self.strategy.slices_buckets,
         )
         self._adopt_plan()
         self._hooks.on_gradients(training.params.items(), Engine._on_gradient)
-        if settings.accumulate > 1:
+        if settings.accumulate > 1 or self.strategy.slices_buckets:
             self.watch_incoming()
         self.gate = StepGate(self)
         self._hooks.also_remove(training.optimizer.register_step_pre_hook(self.gate.before_step).remove)
@@ -259,7 +261,9 @@ class Engine:
             self._adopt_plan()
         weight = self.batch.weight
         synchronizing = self._no_sync_depth == 0 and self.window.position + 1 >= self.settings.accumulate
-        if not self.window.num_backwards and (not synchronizing or weight == 0.0):
+        # Each rank has another slice of such a mean, so it can't be averaged once more with what is added to it.
+        onto_slices = self.strategy.slices_buckets and any(slot.is_partial for slot in self._all())
+        if not self.window.num_backwards and (not synchronizing or weight == 0.0 or onto_slices):
             for slot in self._all():
                 slot.stash()
         incoming = self.window.add(weight)
@@ -270,6 +274,7 @@ class Engine:
             incoming=incoming,
             header=self._begin_step(sync, has_data=True) if synchronizing else None,
             overtaken=self._hooks.move_behind_user_hooks(),
+            onto_slices=onto_slices,
         )
 
     def _begin_step(self, sync: GradientSync | None, *, has_data: bool) -> Header:
@@ -412,7 +417,7 @@ class Engine:
         assert backward is not None and backward.sync is not None and headers is not None
         if backward.factor is None:
             self._learn_factor(block=True)
-        if self.window.num_backwards == 1 and headers.total_weight > 0.0:
+        if self.window.num_backwards == 1 and headers.total_weight > 0.0 and not backward.onto_slices:
             for slot in self._all():
                 slot.stashed = None  # stashed for a weight of zero; the ranks that have weight contribute it
         if self.plan.sparse:
@@ -485,6 +490,7 @@ class Engine:
             copy_training_state(self.comm, training.model, training.optimizer, training.copied_with_state, leader)
             if self.comm.rank != leader:
                 self.drop_gradients()
+        self.strategy.joined()
 
     def _participate_without_data(self, sync: GradientSync) -> bool:
         """Take part in one step with what this rank has left, most often nothing; False when no rank has data."""

@@ -20,6 +20,20 @@ class ScalerGuard:
         self._scaler = engine.training.scaler
         for name in ("unscale_", "step", "update"):
             setattr(self._scaler, name, self._skipping_accumulation(getattr(self._scaler, name), engine, name))
+        self._scaler._unscale_grads_ = self._agreeing(self._scaler._unscale_grads_, engine)  # type: ignore[method-assign]
+
+    @staticmethod
+    def _agreeing(unscale: Any, engine: Engine) -> Any:
+        """All ranks must skip the same steps, also where each has only looked for inf in a part of the gradients."""
+
+        def call(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            found = unscale(optimizer, *args, **kwargs)
+            if optimizer is engine.training.optimizer:
+                for value in found.values():
+                    engine.guard(engine.strategy.agree_on_inf, value)
+            return found
+
+        return call
 
     @staticmethod
     def _skipping_accumulation(method: Any, engine: Engine, name: str) -> Any:
@@ -36,5 +50,5 @@ class ScalerGuard:
         return call
 
     def remove(self) -> None:
-        for name in ("unscale_", "step", "update"):
+        for name in ("unscale_", "step", "update", "_unscale_grads_"):
             delattr(self._scaler, name)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gradsync.buckets.partial import PartialGradient
 from gradsync.buckets.slot import Slot
 from gradsync.replicas.batch_context import batch_source
 from gradsync.replicas.header import UNKNOWN_STEPS
@@ -164,6 +165,8 @@ def has_values(grad: Tensor | None) -> bool:
     Zeros are the same on all ranks: zero_grad(set_to_none=False) leaves them, loops fill in those that are missing, and
     torch.distributed.checkpoint steps with them to make an optimizer's state.
     """
+    if isinstance(grad, PartialGradient) and grad.is_partial:
+        return True
     return grad is not None and bool(grad.any())
 
 

@@ -51,6 +51,14 @@ class InstrumentedComm(Forwarding):
         begun = self._begin("reduce_scatter", tensor)
         return self._started(begun, self.inner.reduce_scatter(tensor, out=out, op=op))
 
+    def reduce_slices(self, buffer: Tensor, sources: Sequence[SourceSlice] = ()) -> Work:
+        begun = self._begin("reduce_scatter", buffer)
+        return self._started(begun, self.inner.reduce_slices(buffer, sources))
+
+    def gather_slices(self, buffer: Tensor) -> Work:
+        begun = self._begin("all_gather", buffer[: buffer.numel() // self.world_size])
+        return self._started(begun, self.inner.gather_slices(buffer))
+
     def all_to_all(self, tensor: Tensor, *, out: Tensor, own: bool = True, used: Sequence[int] | None = None) -> Work:
         begun = self._begin("all_to_all", tensor, sum(used) if used and self.sends_used_only else None)
         return self._started(begun, self.inner.all_to_all(tensor, out=out, own=own, used=used))

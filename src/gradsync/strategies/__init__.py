@@ -14,6 +14,7 @@ from gradsync.strategies.onebit_adam import OneBitAdam
 from gradsync.strategies.parameter_server.strategy import ParameterServer
 from gradsync.strategies.periodic.diloco import DiLoCo
 from gradsync.strategies.periodic.local_sgd import LocalSGD
+from gradsync.strategies.sharded.strategy import Sharded
 
 __all__ = [
     "AllReduce",
@@ -25,6 +26,7 @@ __all__ = [
     "OneBitAdam",
     "ParameterServer",
     "Placement",
+    "Sharded",
     "Strategy",
     "Verdict",
     "override_strategy",

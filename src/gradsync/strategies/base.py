@@ -7,6 +7,9 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from gradsync import spec
 from gradsync.buckets.bucket import BUCKET_BYTES, BucketPlan
 from gradsync.comm.base import Communicator
@@ -54,6 +57,7 @@ class Strategy(abc.ABC):
 
     bucket_bytes: int = BUCKET_BYTES  # the size of its buckets, unless the user sets bucket_bytes
     wanted_bucket_bytes: int | None = None  # set on all ranks after the same step: buckets are made this large
+    slices_buckets: bool = False  # every rank owns a slice of each bucket, and its gradients may be the mean only there
     recorder: Recording = NOT_RECORDING  # records the times of events
 
     def __init__(self) -> None:
@@ -113,6 +117,22 @@ class Strategy(abc.ABC):
         Returns the rank whose parameters, buffers and optimizer state all then take over, or None to leave them.
         """
         return None
+
+    def joined(self) -> None:  # noqa: B027
+        """No rank has data left, and all hold the same state again where one has given it to the others."""
+
+    def agree_on_inf(self, found: Tensor) -> None:  # noqa: B027 - where all ranks have the same mean, they agree
+        """A ``GradScaler`` has looked for inf among the gradients: make ``found`` 1 if it is 1 on any rank. Blocks."""
+
+    def clip_grad_norm(
+        self, params: Sequence[nn.Parameter], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
+    ) -> Tensor:
+        """Scale the gradients down to a norm of at most ``max_norm``; returns the norm that they had."""
+        return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer, dst: int | None) -> dict[str, Any]:
+        """The optimizer's whole state, on rank ``dst`` at least (None: on all). Blocks if it is on several ranks."""
+        return optimizer.state_dict()
 
     def stats(self) -> dict[str, Any]:
         """The strategy's own statistics, for ``sync.stats()``, beyond those that all strategies have."""

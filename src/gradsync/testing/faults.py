@@ -192,6 +192,12 @@ class Faulty(Forwarding):
     def reduce_scatter(self, tensor: Tensor, *, out: Tensor, op: ReduceOp = "sum") -> Work:
         return self._unless_silent("reduce_scatter", lambda: self.inner.reduce_scatter(tensor, out=out, op=op))
 
+    def reduce_slices(self, buffer: Tensor, sources: Sequence[SourceSlice] = ()) -> Work:
+        return self._unless_silent("reduce_scatter", lambda: self.inner.reduce_slices(buffer, sources))
+
+    def gather_slices(self, buffer: Tensor) -> Work:
+        return self._unless_silent("all_gather", lambda: self.inner.gather_slices(buffer))
+
     def all_to_all(self, tensor: Tensor, *, out: Tensor, own: bool = True, used: Sequence[int] | None = None) -> Work:
         return self._unless_silent("all_to_all", lambda: self.inner.all_to_all(tensor, out=out, own=own, used=used))
 

@@ -106,6 +106,7 @@ class Threads(Communicator):
 
     transport = "threads"
     compares_calls = True
+    runs_in_background = True
     why = "ranks are threads of one process"
 
     def __init__(

@@ -53,20 +53,20 @@ def accumulate(ctx: Context) -> nn.Module:
     """accumulate=3 under a loop that clips, steps and zeroes after every backward."""
     model = ctx.build(mlp)
     optimizer = ctx.optimizer(model.parameters())
-    ctx.sync(model, optimizer, accumulate=3)
+    sync = ctx.sync(model, optimizer, accumulate=3)
     for number, joined in enumerate(ctx.batches(3 * STEPS)):
         x = ctx.part(joined)
         if not ctx.alone:
             optimizer.zero_grad()
             mse(model(x), target(x)).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            sync.clip_grad_norm_(1.0)
             optimizer.step()
         else:
             if number % 3 == 0:
                 optimizer.zero_grad()
             (mse(model(x), target(x)) / 3).backward()
             if number % 3 == 2:
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                sync.clip_grad_norm_(1.0)
                 optimizer.step()
         if number % 3 == 2:
             ctx.stepped(model)

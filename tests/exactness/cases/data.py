@@ -132,7 +132,7 @@ def resumed(ctx: Context) -> nn.Module:
             ctx.stepped(model)
         if number == 12:
             grads = [param.grad for param in model.parameters()]
-            saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "grads": grads}
+            saved = {"model": model.state_dict(), "optimizer": sync.optimizer_state_dict(None), "grads": grads}
             if not ctx.alone:
                 saved["sync"] = sync.state_dict()
                 sync.close()

@@ -36,12 +36,12 @@ def zero_grad_in_place(ctx: Context) -> nn.Module:
 def clipping_and_user_hooks(ctx: Context) -> nn.Module:
     model = ctx.build(mlp)
     optimizer = ctx.optimizer(model.parameters())
-    ctx.sync(model, optimizer)
+    sync = ctx.sync(model, optimizer)
     for joined in ctx.batches():
         x = ctx.part(joined)
         optimizer.zero_grad()
         mse(model(x), 10 * target(x)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        sync.clip_grad_norm_(0.5)
         for param in model.parameters():
             assert param.grad is not None
             param.grad.add_(0.01)  # a user's noise, on the mean

@@ -76,7 +76,7 @@ def scaled_loop(ctx: Context, k: int) -> nn.Module:
     model = ctx.build(mlp)
     optimizer = ctx.optimizer(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
-    ctx.sync(model, optimizer, scaler=scaler, accumulate=k)
+    sync = ctx.sync(model, optimizer, scaler=scaler, accumulate=k)
     for number, joined in enumerate(ctx.batches(k * STEPS)):
         x = ctx.part(joined)
         first, last = number % k == 0, number % k == k - 1
@@ -89,7 +89,7 @@ def scaled_loop(ctx: Context, k: int) -> nn.Module:
         scaler.scale(loss).backward()
         if last or not ctx.alone:
             scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            sync.clip_grad_norm_(1.0)
             scaler.step(optimizer)
             scaler.update()
         if last:

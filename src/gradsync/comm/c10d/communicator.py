@@ -88,6 +88,7 @@ class C10d(Communicator):
 
     transport = "c10d"
     sends_used_only = True  # of CPU tensors
+    runs_in_background = True
 
     def __init__(
         self,

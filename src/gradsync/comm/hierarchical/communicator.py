@@ -22,7 +22,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from gradsync.comm.base import Communicator, Finished, ReduceOp, Work, check_op
+from gradsync.comm.base import Communicator, Finished, ReduceOp, SourceSlice, Work, check_op
 from gradsync.comm.c10d.communicator import C10d
 from gradsync.comm.checks import check_contiguous, check_exchange, check_rows
 from gradsync.comm.failure.guard import Call, CollectiveGuard
@@ -216,6 +216,9 @@ class Hierarchical(Communicator):
         # Gloo's own reduce_scatter sums everything over all ranks too, and can't be polled for completion.
         everything = tensor.detach().clone()
         return PostprocessedWork(self.all_reduce(everything, op=op), lambda: out.copy_(everything[self.rank]))
+
+    def reduce_slices(self, buffer: Tensor, sources: Sequence[SourceSlice] = ()) -> Work:
+        return self.all_reduce_from(buffer, sources)  # reduce_scatter would do that too, on a copy
 
     def all_to_all(self, tensor: Tensor, *, out: Tensor, own: bool = True, used: Sequence[int] | None = None) -> Work:
         check_exchange(tensor, out, self.world_size)

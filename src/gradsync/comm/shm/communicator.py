@@ -150,14 +150,30 @@ class Shm(Communicator):
 
     def all_reduce_from(self, buffer: Tensor, sources: Sequence[SourceSlice]) -> Work:
         ordered = sorted((source for source in sources if source.values.numel()), key=lambda source: source.first)
+        return (
+            self._start_from_sources("all_reduce(sum)", buffer, ordered, TO_ALL) if ordered else self.all_reduce(buffer)
+        )
+
+    def reduce_slices(self, buffer: Tensor, sources: Sequence[SourceSlice] = ()) -> Work:
+        ordered = sorted((source for source in sources if source.values.numel()), key=lambda source: source.first)
+        if not self._buffers.is_start_of_buffer(buffer):
+            return super().reduce_slices(buffer, sources)
+        return self._start_from_sources("reduce_slice(sum)", buffer, ordered, TO_OWNERS)
+
+    def gather_slices(self, buffer: Tensor) -> Work:
+        return self.share_slice(buffer) if self._buffers.is_start_of_buffer(buffer) else super().gather_slices(buffer)
+
+    def _start_from_sources(self, what: str, buffer: Tensor, ordered: Sequence[SourceSlice], mode: int) -> Work:
         if not ordered:
-            return self.all_reduce(buffer)
+            return self.reduce_slice(buffer)
         own = self.owned_range(buffer)
         _check_sources(ordered, own)
-        what, sum_rows = "all_reduce(sum)", self._find_sum(buffer.dtype, "sum")[0]
+        sum_rows = self._find_sum(buffer.dtype, "sum")[0]
         shared = self._buffers.shared_tensor(buffer, what)
         return self._enqueue_in_place(
-            shared, what, lambda control, call: InPlaceFromSources(self, control, call, shared, sum_rows, own, ordered)
+            shared,
+            what,
+            lambda control, call: InPlaceFromSources(self, control, call, shared, sum_rows, own, ordered, mode),
         )
 
     def all_gather(self, tensor: Tensor, *, out: Tensor) -> Work:

@@ -40,7 +40,7 @@ from gradsync.kernels.shm.collectives import (
     in_place,
     publish,
     store,
-    sum_to_all,
+    sum_range,
     through_slots,
     wake_sleepers,
 )
@@ -145,7 +145,10 @@ class InPlace(ShmWork):
 
 
 class InPlaceFromSources(InPlace):
-    """An all-reduce of shared buffers. This rank reads some of its own values from other tensors, the ``sources``."""
+    """A sum of shared buffers. This rank reads some of its own values from other tensors, the ``sources``.
+
+    ``mode``: TO_ALL or TO_OWNERS, where every rank owns a slice.
+    """
 
     def __init__(
         self,
@@ -156,10 +159,12 @@ class InPlaceFromSources(InPlace):
         sum_rows: int,
         own: tuple[int, int],
         sources: Sequence[SourceSlice],
+        mode: int,
     ) -> None:
-        super().__init__(driver, control, call, shared, sum_rows, TO_ALL, control.world_size, shared.tensor, "sum")
+        super().__init__(driver, control, call, shared, sum_rows, mode, control.world_size, shared.tensor, "sum")
         self._sum_rows = sum_rows
-        self._sum_from_source = source_sum(shared.tensor.dtype)
+        self._to_all = mode == TO_ALL
+        self._sum_from_source = source_sum(shared.tensor.dtype, to_all=self._to_all)
         self._own = own
         self._sources = sources
 
@@ -180,13 +185,14 @@ class InPlaceFromSources(InPlace):
 
     def _sum(self) -> None:
         rows, num_rows, rank = self._shared.addresses.ctypes.data, self._control.world_size, self._control.rank
+        out = 0 if self._to_all else self._shared.tensor.data_ptr()
         done, end = self._own
         for source in self._sources:
             stop = source.first + source.values.numel()
-            sum_to_all(self._sum_rows, rows, num_rows, done, source.first)
+            sum_range(self._sum_rows, rows, num_rows, out, done, source.first)
             self._sum_from_source(rows, num_rows, rank, source.values.data_ptr(), source.factor, source.first, stop)
             done = stop
-        sum_to_all(self._sum_rows, rows, num_rows, done, end)
+        sum_range(self._sum_rows, rows, num_rows, out, done, end)
         self._sources = ()  # their memory may be reused from here on
 
 

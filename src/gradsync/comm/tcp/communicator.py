@@ -11,12 +11,12 @@ which is the minimum, in two exchanges, however many ranks there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from gradsync.comm.base import Communicator, Finished, ReduceOp, Work, check_op
+from gradsync.comm.base import Communicator, Finished, ReduceOp, SourceSlice, Work, check_op, copy_in
 from gradsync.comm.c10d.communicator import C10d
 from gradsync.comm.checks import check_contiguous, check_rows
 from gradsync.comm.failure.guard import Call
@@ -78,6 +78,13 @@ class Tcp(C10d):
         own = values.data_ptr() + self.rank * sums.nbytes
         reduction = self._reduction(values, op, sums.numel(), own=own, out=sums)
         return mesh.start(lambda context: ReduceWork(context, reduction, rows, mesh.staging), call)
+
+    def reduce_slices(self, buffer: Tensor, sources: Sequence[SourceSlice] = ()) -> Work:
+        if not buffer.is_cpu:
+            return super().reduce_slices(buffer, sources)
+        copy_in(sources, buffer)
+        rows = buffer.view(self.world_size, -1)
+        return self.reduce_scatter(rows, out=rows[self.rank])  # in place: no peer is sent this row
 
     def all_gather(self, tensor: Tensor, *, out: Tensor) -> Work:
         if not tensor.is_cpu or self._connecting:

@@ -221,10 +221,10 @@ def in_place(
     return phase
 
 
-@numba.njit("void(i8, i8, i8, i8, i8)", nogil=True, cache=True)
-def sum_to_all(sum_rows: int, rows: int, num_rows: int, first: int, end: int) -> None:
-    """Sum some values of the buffers at ``rows`` into all of them."""
-    call_sum(sum_rows, rows, num_rows, 0, first, end)
+@numba.njit("void(i8, i8, i8, i8, i8, i8)", nogil=True, cache=True)
+def sum_range(sum_rows: int, rows: int, num_rows: int, out: int, first: int, end: int) -> None:
+    """Sum some values of the buffers at ``rows`` into the buffer at ``out``, or if it is 0 into all of them."""
+    call_sum(sum_rows, rows, num_rows, out, first, end)
 
 
 # -- private tensors: through the slots -------------------------------------------------------------------------------

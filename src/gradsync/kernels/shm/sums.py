@@ -119,15 +119,16 @@ SOURCE_DTYPES = {torch.float32: (np.float32, "f4"), torch.float64: (np.float64, 
 
 
 @functools.cache
-def source_sum(dtype: torch.dtype) -> Callable[..., None]:
-    """A compiled ``(rows, num_rows, rank, source, factor, first, end)``: sums into every input.
+def source_sum(dtype: torch.dtype, *, to_all: bool) -> Callable[..., None]:
+    """A compiled ``(rows, num_rows, rank, source, factor, first, end)``: sums into every input, or into row ``rank``.
 
     The values of row ``rank`` are read from the address ``source`` instead and multiplied by ``factor``. The result has
     the same bits as if the values had been multiplied and copied into the row first.
     """
     kind, name = SOURCE_DTYPES[dtype]
     signature = f"void(i8, i8, i8, i8, {name}, i8, i8)"
-    compiled: Callable[..., None] = without_dispatch(numba.njit(signature, nogil=True, cache=True)(_source_sum(kind)))
+    made = _source_sum(kind) if to_all else _source_sum_to_own(kind)
+    compiled: Callable[..., None] = without_dispatch(numba.njit(signature, nogil=True, cache=True)(made))
     return compiled
 
 
@@ -168,6 +169,31 @@ def _source_sum(kind: Any) -> Callable[..., None]:
                     row[i] = total[i]
 
     return sum_rows
+
+
+def _source_sum_to_own(kind: Any) -> Callable[..., None]:
+    item = np.dtype(kind).itemsize
+
+    def sum_rows_to_own(rows: int, num_rows: int, rank: int, source: int, factor: float, first: int, end: int) -> None:
+        inputs = numba.carray(pointer(rows), num_rows, np.int64)
+        start, count = first * item, end - first
+        total = np.empty(BLOCK, kind)
+        for done in range(0, count, BLOCK):
+            at, width = start + done * item, min(BLOCK, count - done)
+            for peer in range(num_rows):
+                row = numba.carray(pointer(source + done * item if peer == rank else inputs[peer] + at), width, kind)
+                scale = factor if peer == rank else kind(1.0)
+                if peer == 0:
+                    for i in range(width):
+                        total[i] = row[i] * scale
+                else:
+                    for i in range(width):
+                        total[i] += row[i] * scale
+            mine = numba.carray(pointer(inputs[rank] + at), width, kind)
+            for i in range(width):
+                mine[i] = total[i]
+
+    return sum_rows_to_own
 
 
 # -- 16-bit floats: Numba has none, so their bits are widened and narrowed here ---------------------------------------

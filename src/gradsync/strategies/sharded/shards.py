@@ -1,0 +1,117 @@
+"""The weights in flat buffers laid out as the buckets, and the parts of them that this rank steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradsync.buckets.bucket import Bucket, BucketPlan
+from gradsync.buckets.slot import Slot
+from gradsync.comm.base import Communicator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The part of one parameter that this rank steps: ``slot.flat[first:end]``."""
+
+    slot: Slot
+    first: int
+    end: int
+    weights: Tensor  # flat, as real numbers: a view of the buffer of weights, which the optimizer steps
+    gradient: Tensor  # the same values of the bucket
+
+
+class Shard:
+    """The weights of one bucket: a buffer that the bucket's parameters are views of. Each rank owns a slice of it.
+
+    Blocks: all ranks make it together, because the transport may place the buffer in shared memory.
+    """
+
+    def __init__(self, bucket: Bucket, comm: Communicator) -> None:
+        self.buffer = comm.allocate(bucket.storage.numel(), bucket.storage.dtype, bucket.device)
+        share = self.buffer.numel() // comm.world_size
+        self.first, self.end = comm.rank * share, (comm.rank + 1) * share
+        self.bind(bucket)
+
+    def bind(self, bucket: Bucket) -> None:
+        """Take a bucket with the same parameters in the same places, and make the parameters views of the buffer."""
+        self.slots = list(bucket.slots)
+        self._views = [slot.shaped(_own_storage(self.buffer, slot.start, slot.flat.numel())) for slot in self.slots]
+        self.parts = [part for slot in self.slots if (part := self._part_of(slot)) is not None]
+        self.take_in()
+
+    def take_in(self) -> None:
+        """Bring in parameters that lie elsewhere: new ones, and those that the user has re-pointed (``param.data``)."""
+        for slot, view in zip(self.slots, self._views, strict=True):
+            if slot.param.data_ptr() != view.data_ptr():
+                view.copy_(slot.param.detach())
+                slot.param.data = view
+
+    def release(self) -> None:
+        """Give every parameter memory of its own again."""
+        for slot, view in zip(self.slots, self._views, strict=True):
+            if slot.param.data_ptr() == view.data_ptr():
+                slot.param.data = view.clone()
+
+    def _part_of(self, slot: Slot) -> Part | None:
+        start = slot.start
+        first, end = max(self.first - start, 0), min(self.end - start, slot.flat.numel())
+        if first >= end:
+            return None
+        return Part(
+            slot=slot,
+            first=first,
+            end=end,
+            weights=self.buffer[start + first : start + end],
+            gradient=slot.flat[first:end],
+        )
+
+
+class Shards:
+    """The shards of all buckets of a plan."""
+
+    def __init__(self, plan: BucketPlan, comm: Communicator) -> None:
+        self.layout = plan.layout
+        self.shards = [Shard(bucket, comm) for bucket in plan.buckets]
+        self.sparse = [slot.param for slot in plan.sparse]  # every rank has these whole, and steps them whole
+
+    def bind(self, plan: BucketPlan) -> None:
+        """Take a plan with the same layout."""
+        assert plan.layout == self.layout, "another layout needs other buffers"
+        for shard, bucket in zip(self.shards, plan.buckets, strict=True):
+            shard.bind(bucket)
+        self.sparse = [slot.param for slot in plan.sparse]
+
+    def take_in(self) -> None:
+        """Bring in parameters that the user has re-pointed."""
+        for shard in self.shards:
+            shard.take_in()
+
+    def release(self) -> None:
+        """Give every parameter memory of its own again."""
+        for shard in self.shards:
+            shard.release()
+
+    def slots(self) -> Iterator[Slot]:
+        for shard in self.shards:
+            yield from shard.slots
+
+    def parts(self) -> Sequence[Part]:
+        """The parts that this rank steps, in plan order."""
+        return [part for shard in self.shards for part in shard.parts]
+
+
+def _own_storage(buffer: Tensor, start: int, numel: int) -> Tensor:
+    """A part of a flat buffer as a tensor with a storage of its own on the same memory, where that is possible.
+
+    ``torch.save`` and ``deepcopy`` write a tensor's whole storage: a parameter must not bring its bucket along.
+    """
+    part = buffer[start : start + numel]
+    if not part.is_cpu:
+        return part
+    if part.dtype is torch.bfloat16:  # NumPy has none
+        return torch.from_numpy(part.view(torch.int16).numpy()).view(torch.bfloat16)
+    return torch.from_numpy(part.numpy())
