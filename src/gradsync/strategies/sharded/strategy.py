@@ -29,6 +29,7 @@ from gradsync.reducers.codec_rules import CodecRule
 from gradsync.reducers.compressed.reducer import Compressed
 from gradsync.replicas.header import Header
 from gradsync.replicas.training import Training
+from gradsync.replicas.validation import is_compiled_whole
 from gradsync.strategies.allreduce import AllReduce
 from gradsync.strategies.base import OwnStep, Verdict
 from gradsync.strategies.gradient_sync import ReducerSync
@@ -78,6 +79,7 @@ class Sharded(AllReduce):
         self._stepped: list[Any] = []  # slots whose gradients the last step has applied
         self._removers: list[Any] = []
         self._packing = False  # the optimizer's state is read by this strategy
+        self._watches_reads = False
         self._gathers: dict[int, Work] = {}  # by shard: gathers of weights under way
         self._shard_of: dict[Parameter, int] = {}
         self._gathers_lock = threading.RLock()  # a module may be called from any thread
@@ -94,7 +96,9 @@ class Sharded(AllReduce):
             optimizer.register_state_dict_pre_hook(self._check_state_dict).remove,
             optimizer.register_load_state_dict_post_hook(self._on_load).remove,
         ]
-        if self.overlap:
+        # A hook would break the graphs of compiled modules.
+        self._watches_reads = self.overlap and not any(map(is_compiled_whole, training.model.modules()))
+        if self._watches_reads:
             self._removers.append(ReadWatcher(training.model, self._before_read).remove)
 
     def attach(self, plan: BucketPlan, comm: Communicator) -> None:
@@ -188,7 +192,7 @@ class Sharded(AllReduce):
         shards = self._shards.shards
         for at in reversed(range(len(shards))):
             self._gathers[at] = self.comm.gather_slices(shards[at].buffer)
-        if not (self.overlap and self.comm.runs_in_background) or compiled_code_is_in_use():
+        if not (self._watches_reads and self.comm.runs_in_background) or compiled_code_is_in_use():
             self.settle()
         torch.autograd.graph.increment_version([slot.param for slot in self._shards.slots()])
 
