@@ -95,6 +95,8 @@ CASES = (
     Case(spec="allreduce(reducer=powersgd(rank=2))"),
     Case(spec="allreduce(reducer=powersgd(rank=2, alternating=True, start_step=3))", accumulate=2),
     Case(spec="allreduce(reducer=adasum)"),
+    Case(spec="sharded", optimizer="adamw"),
+    Case(spec="sharded(codec=int8)", accumulate=3),
     Case(spec="onebit_adam(warmup_steps=6)", optimizer="adamw"),
     Case(spec="onebit_adam(warmup_steps=6, codec=topk(density=0.05))", optimizer="adamw"),
     Case(spec="local_sgd(every=4, exact_steps=3)"),
@@ -149,6 +151,12 @@ def make_model(case: Case) -> SmallModel:
         for param in model.parameters():
             param.copy_(0.2 * torch.randn(param.shape, generator=seeded))
     return model
+
+
+def whole_state(sync: gradsync.Synchronizer, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's whole state, on every rank. An earlier version has no strategy that shards it."""
+    gather = getattr(sync, "optimizer_state_dict", None)
+    return optimizer.state_dict() if gather is None else gather(dst=None)
 
 
 def make_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
@@ -208,7 +216,7 @@ def train(case: Case, comm: Any) -> dict[str, Any]:
         digests = [
             digest([param.detach() for param in model.parameters()]),
             digest(list(model.buffers())),
-            digest(optimizer.state_dict()),
+            digest(whole_state(sync, optimizer)),
             "" if case.saves_times else digest(sync.state_dict()),
         ]
         sync.settle()

@@ -12,6 +12,7 @@ import ctypes
 import inspect
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import traceback
@@ -116,6 +117,7 @@ def open_streams(request: LaunchRequest) -> None:
 def run_command(request: LaunchRequest) -> int:
     """Run the command, in its fresh process; returns its exit code."""
     try:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
         os.environ.clear()
         os.environ.update(request.env)
         os.chdir(request.cwd)

@@ -34,9 +34,9 @@ class Shard:
         self.buffer = comm.allocate(bucket.storage.numel(), bucket.storage.dtype, bucket.device)
         share = self.buffer.numel() // comm.world_size
         self.first, self.end = comm.rank * share, (comm.rank + 1) * share
-        self.bind(bucket)
+        self.rebind(bucket)
 
-    def bind(self, bucket: Bucket) -> None:
+    def rebind(self, bucket: Bucket) -> None:
         """Take a bucket with the same parameters in the same places, and make the parameters views of the buffer."""
         self.slots = list(bucket.slots)
         self._views = [slot.shaped(_own_storage(self.buffer, slot.start, slot.flat.numel())) for slot in self.slots]
@@ -78,11 +78,11 @@ class Shards:
         self.shards = [Shard(bucket, comm) for bucket in plan.buckets]
         self.sparse = [slot.param for slot in plan.sparse]  # every rank has these whole, and steps them whole
 
-    def bind(self, plan: BucketPlan) -> None:
+    def rebind(self, plan: BucketPlan) -> None:
         """Take a plan with the same layout."""
         assert plan.layout == self.layout, "another layout needs other buffers"
         for shard, bucket in zip(self.shards, plan.buckets, strict=True):
-            shard.bind(bucket)
+            shard.rebind(bucket)
         self.sparse = [slot.param for slot in plan.sparse]
 
     def take_in(self) -> None:

@@ -105,7 +105,7 @@ class Sharded(AllReduce):
         self.settle()
         super().attach(plan, comm)
         if self._shards is not None and self._shards.layout == plan.layout and not plan.is_provisional:
-            self._shards.bind(plan)  # without the other ranks: see Planner.follow
+            self._shards.rebind(plan)  # without the other ranks: see Planner.follow
             return
         if self._shards is not None:
             self._unshard()
