@@ -26,8 +26,6 @@ from gradsync.comm.tcp.reduction import MemoryExchange, MemoryFor, ReduceWork, R
 
 WHOLE_BYTES = 1 << 15  # tensors up to this size go to every rank as a whole: one exchange instead of two
 
-Make = Callable[[ExchangeContext], ExchangeWork]
-
 
 class Tcp(C10d):
     """A group of torch.distributed, with exchanges of our own between CPU ranks. Made by ``connect``."""
@@ -186,7 +184,7 @@ class Tcp(C10d):
         mesh: TcpMesh,
         call: Call,
         make_first: Callable[[ExchangeContext, Callable[[], None]], ExchangeWork],
-        make_second: Make,
+        make_second: Callable[[ExchangeContext], ExchangeWork],
     ) -> Work:
         """Start a collective of two exchanges; see [Note: two lanes] in mesh.py."""
         second: list[ExchangeWork] = []
