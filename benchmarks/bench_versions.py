@@ -3,8 +3,9 @@
     git worktree add --detach /tmp/old COMMIT
     python benchmarks/bench_versions.py --old /tmp/old
 
-Each version has two workers of its own. Every round times both versions, in alternating order, while the other's
-workers sleep. The step is that of bench_step.py. Read the ratios and their intervals.
+Each version has workers of its own: two, or in cases such as 2x4 two hosts of four each. Every round times both
+versions, in alternating order, while the other's workers sleep. The step is that of bench_step.py. Read the ratios and
+their intervals.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT))  # so that it also runs as a file, from anywhere
@@ -30,12 +31,29 @@ from benchmarks.support.reporting import RESULTS, Reporting  # noqa: E402
 from benchmarks.workers.step_model import MODELS  # noqa: E402
 from gradsync.testing import LabError  # noqa: E402
 
-WORKERS = 2
-CASES = {  # name: link, transport, strategy
-    "same_host": ("same", "shm", "allreduce"),
-    "int8_1gbit": ("1gbit", "c10d", "allreduce(codec=int8)"),
-    "exact_1gbit": ("1gbit", "c10d", "allreduce"),
-    "diloco_same_host": ("same", "shm", "diloco(every=50)"),
+
+class Case(NamedTuple):
+    """What both versions run: two hosts with a link between them, or one host."""
+
+    link: str
+    transport: str
+    strategy: str
+    ranks_per_host: int = 1
+
+    @property
+    def workers(self) -> int:
+        return 2 * self.ranks_per_host
+
+
+CASES = {
+    "same_host": Case("same", "shm", "allreduce"),
+    "int8_1gbit": Case("1gbit", "c10d", "allreduce(codec=int8)"),
+    "int8_2x2_1gbit": Case("1gbit", "hierarchical", "allreduce(codec=int8)", ranks_per_host=2),
+    "int8_2x4_1gbit": Case("1gbit", "hierarchical", "allreduce(codec=int8)", ranks_per_host=4),
+    "exact_1gbit": Case("1gbit", "c10d", "allreduce"),
+    "exact_tcp_1gbit": Case("1gbit", "tcp", "allreduce"),
+    "sharded_tcp_1gbit": Case("1gbit", "tcp", "sharded"),
+    "diloco_same_host": Case("same", "shm", "diloco(every=50)"),
 }
 
 
@@ -43,7 +61,7 @@ def measure(
     case: str, versions: Sequence[Path], *, model: str, rounds: int, steps: int, timeout_s: float
 ) -> list[dict[str, Any]]:
     """Run both versions' workers in turns, block until all have ended, and return what rank 0 of each wrote."""
-    link, transport, strategy = CASES[case]
+    chosen = CASES[case]
     with tempfile.TemporaryDirectory() as folder:
         counter = Path(folder) / "turn"
         counter.write_text("0")
@@ -51,19 +69,21 @@ def measure(
         jobs: list[Callable[[], None]] = []
         for group, version in enumerate(versions):
             worker = [sys.executable, "-m", "benchmarks.workers.versions", "--model", model]
-            worker += ["--transport", transport, "--strategy", strategy, "--group", str(group)]
+            worker += ["--transport", chosen.transport, "--strategy", chosen.strategy, "--group", str(group)]
             worker += ["--rounds", str(rounds), "--steps", str(steps)]
             worker += ["--counter", str(counter), "--out", str(outs[group]), "--timeout-s", str(timeout_s)]
             command = ["env", f"PYTHONPATH={python_path(version)}", f"MASTER_PORT={free_port()}", *worker]
-            jobs.append(_running(command, link, timeout_s))
+            jobs.append(_running(command, chosen, timeout_s))
         run_at_once(jobs)
         return [json.loads(out.read_text()) for out in outs]
 
 
-def _running(command: Sequence[str], link: str, timeout_s: float) -> Callable[[], None]:
-    if link == "same":
-        return lambda: run_on_this_host(command, workers=WORKERS, timeout_s=timeout_s)
-    return lambda: run_in_lab(command, workers=WORKERS, timeout_s=timeout_s, rate=link)
+def _running(command: Sequence[str], case: Case, timeout_s: float) -> Callable[[], None]:
+    if case.link == "same":
+        return lambda: run_on_this_host(command, workers=case.workers, timeout_s=timeout_s)
+    return lambda: run_in_lab(
+        command, workers=case.workers, timeout_s=timeout_s, rate=case.link, ranks_per_host=case.ranks_per_host
+    )
 
 
 def run_at_once(jobs: Sequence[Callable[[], None]]) -> None:
@@ -111,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every case, print the table and write the JSON."""
     options = parse(arguments)
     reporting = Reporting("versions", arguments)
-    table = Table(title="A training step, 2 workers: this version against an older one")
+    table = Table(title="A training step: this version against an older one")
     for column in ("case", "old, ms", "new, ms", "new : old (95 %)", "same bits"):
         table.add_column(column)
     found: dict[str, Any] = {}

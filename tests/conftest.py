@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,18 +16,26 @@ STARTUP = str(HERE / "support/startup")
 # These run first, because they take longest: otherwise one core would idle at the end of a run on two.
 LONG = (
     "test_exactness.py",
+    "gpu/test_no_stall.py",
     "contracts/test_communicator.py",
     "comm/mpi/test_communicator.py",
     "comm/mpi/test_lost_ranks.py",
     "multiprocess/test_run.py",
-    "comm/hierarchical/test_communicator.py",
     "multiprocess/test_lost_peers.py",
-    "comm/shm/test_communicator.py",
+    "comm/hierarchical/test_communicator.py",
+    "contracts/test_strategy.py",
+    "multiprocess/test_signals.py",
+    "multiprocess/test_hash_seeds.py",
+    "reducers/test_spikes.py",
+    "contracts/test_loaded_weights.py",
+    "engine/test_saved_state.py",
     "contracts/test_codec_contract.py",
-    "benchmarks/test_bench_convergence.py",
-    "network/test_compressed_bytes.py",
-    "network/test_hierarchical.py",
     "comm/allreduce/test_algorithms.py",
+    "network/test_compressed_bytes.py",
+    "cli/test_serve.py",
+    "comm/tcp/test_mesh.py",
+    "benchmarks/test_bench_convergence.py",
+    "comm/shm/test_communicator.py",
     "examples/test_char_lm.py",
 )
 
@@ -53,6 +62,13 @@ def pytest_configure(config: pytest.Config) -> None:
     compile_once()
     # Processes that tests start begin and end faster: see support/startup/sitecustomize.py.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STARTUP, os.environ.get("PYTHONPATH")]))
+
+
+@pytest.hookimpl(optionalhook=True)  # it is a hook of xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from tests.support.scheduling import PartScheduling
+
+    return PartScheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -20,7 +20,7 @@ import torch
 from benchmarks import step_time_figure
 from gradsync.cli.main import main
 from gradsync.comm import disconnect
-from gradsync.replicas.header import FIELDS, NUM_VALUES
+from gradsync.replicas.header import BUSY_SLOTS, FIELDS, NUM_VALUES
 from gradsync.spec import registry
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -206,3 +206,4 @@ def test_extending_names_every_value_of_the_header() -> None:
     assert named == set(FIELDS)
     assert NUM_VALUES == 16
     assert "sixteen float64 values of each rank" in table
+    assert f"the busy times of {BUSY_SLOTS} ranks" in table

@@ -56,17 +56,25 @@ def _clone(comm: gradsync.Communicator) -> C10d:
     return group
 
 
+SYNCHRONIZERS: dict[torch.optim.Optimizer, gradsync.Synchronizer] = {}
+
+
+def _attach(
+    model: nn.Module, optimizer: torch.optim.Optimizer, strategy: str, comm: gradsync.Communicator
+) -> nn.Module:
+    SYNCHRONIZERS[optimizer] = gradsync.synchronize(model, optimizer, strategy, comm=comm)
+    return model
+
+
 def _on_shm(strategy: str) -> Attach:
     def attach(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync.Communicator) -> nn.Module:
-        gradsync.synchronize(model, optimizer, strategy, comm=Shm(_c10d(comm), why="the benchmark asks for it"))
-        return model
+        return _attach(model, optimizer, strategy, Shm(_c10d(comm), why="the benchmark asks for it"))
 
     return attach
 
 
 def _gradsync_c10d(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync.Communicator) -> nn.Module:
-    gradsync.synchronize(model, optimizer, comm=_c10d(comm))
-    return model
+    return _attach(model, optimizer, "allreduce", _c10d(comm))
 
 
 def _c10d(comm: gradsync.Communicator) -> C10d:
@@ -76,15 +84,9 @@ def _c10d(comm: gradsync.Communicator) -> C10d:
     return split
 
 
-def _gradsync(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync.Communicator) -> nn.Module:
-    gradsync.synchronize(model, optimizer, comm=comm)
-    return model
-
-
 def _strategy(text: str) -> Attach:
     def attach(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync.Communicator) -> nn.Module:
-        gradsync.synchronize(model, optimizer, text, comm=comm)
-        return model
+        return _attach(model, optimizer, text, comm)
 
     return attach
 
@@ -94,8 +96,7 @@ def _hierarchical(text: str) -> Attach:
         group = _clone(comm)
         survey = survey_hosts(group)
         assert not survey.obstacle, survey.obstacle
-        gradsync.synchronize(model, optimizer, text, comm=connect_hierarchical(group, survey.hosts))
-        return model
+        return _attach(model, optimizer, text, connect_hierarchical(group, survey.hosts))
 
     return attach
 
@@ -133,12 +134,16 @@ VARIANTS: dict[str, Variant] = {
     "deepspeed_zero1": Variant(
         title="DeepSpeed, ZeRO-1", attach=peers.deepspeed_zero1, make_step=peers.deepspeed_step, needs="deepspeed"
     ),
-    "gradsync": Variant(title="gradsync, tcp", attach=_gradsync),
+    "gradsync": Variant(title="gradsync, tcp", attach=_strategy("allreduce")),
     "gradsync_c10d": Variant(title="gradsync, c10d", attach=_gradsync_c10d),
     "gradsync_shm": Variant(title="gradsync, shm", attach=_on_shm("allreduce"), one_host_only=True),
     "gradsync_adam": Variant(title="gradsync, shm, AdamW", attach=_on_shm("allreduce"), one_host_only=True, adam=True),
     "sharded": Variant(title="sharded, tcp", attach=_strategy("sharded")),
-    "sharded_fp16": Variant(title="sharded(codec=fp16), tcp", attach=_strategy("sharded(codec=fp16)"), sends_less=True),
+    "sharded_fp16": Variant(
+        title="sharded(codec=fp16, weights=fp16), tcp",
+        attach=_strategy("sharded(codec=fp16, weights=fp16)"),
+        sends_less=True,
+    ),
     "sharded_adam": Variant(title="sharded, shm, AdamW", attach=_on_shm("sharded"), one_host_only=True, adam=True),
     "gradsync_hierarchical": Variant(
         title="gradsync, hierarchical", attach=_hierarchical("allreduce"), hierarchical=True
@@ -179,7 +184,10 @@ def build(variant: Variant, workload: Workload, comm: gradsync.Communicator, *, 
     step = variant.make_step(module, used, workload.make_batch(data))
     for _ in range(WARM_UP_STEPS):
         step()
-    found = torch.tensor([memory.num_bytes(), state_bytes(used)])
+    state = state_bytes(used)
+    if used in SYNCHRONIZERS:
+        state = SYNCHRONIZERS[used].stats().get("optimizer_state_bytes", state)  # sharded() keeps it in slices
+    found = torch.tensor([memory.num_bytes(), state])
     comm.all_reduce(found, op="max").wait()
     return Built(step=step, peak_bytes=int(found[0]), optimizer_state_bytes=int(found[1]))
 

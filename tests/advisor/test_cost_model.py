@@ -11,6 +11,7 @@ from gradsync.advisor import CannotPredict, Choice, Cost, Costs, calibrate, pred
 from gradsync.advisor.comm_pattern import comm_pattern_of
 from gradsync.advisor.cost_model import MIN_SCALE
 from gradsync.buckets.bucket import MIB
+from gradsync.comm.base import Solo
 from gradsync.strategies.allreduce import AllReduce
 from tests.advisor.steps import LAYERS, NUMEL, measurement, network
 
@@ -111,7 +112,8 @@ def test_predicted_bytes_are_those_of_the_strategy(text: str, world_size: int) -
     assert isinstance(strategy, AllReduce)
     plan = _meta_plan(step.gradients, strategy.bucket_bytes, step.first_bucket_bytes)
     strategy.attach(plan, _META_COMM)
-    strategy.comm = type("Comm", (), {"world_size": world_size})()
+    strategy.comm = Solo()
+    strategy.comm.world_size = world_size
     assert found.bytes_per_step == strategy.bytes_per_step()
 
 

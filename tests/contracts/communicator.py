@@ -386,6 +386,14 @@ def clones_have_an_order_of_their_own(comm: Communicator) -> list[Tensor]:
         work.wait()
     for t, value in zip(own, values, strict=True):
         assert_reduced(t, value, "sum")
+    rows = torch.arange(comm.world_size) * 10 + comm.rank
+    received = [torch.empty_like(rows) for _ in groups]
+    # The first exchange of a group may have to connect its members: it must not wait for them.
+    works = [groups[index].all_to_all(rows, out=received[index]) for index in order]
+    for work in works:
+        work.wait()
+    for out in received:
+        assert torch.equal(out, torch.arange(comm.world_size) + comm.rank * 10)
     for group in (first, second):
         group.close()
         group.close()

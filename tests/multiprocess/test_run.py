@@ -27,7 +27,8 @@ Launch = Callable[..., subprocess.Popen[str]]
 def launch(tmp_path: Path) -> Iterator[Launch]:
     """Start ``gradsync run`` in ``tmp_path``, leading a process group of its own, as a terminal's job does.
 
-    from_scratch: as a process that has yet to import everything. Only one test needs it, and each would take seconds.
+    from_scratch: as a process that has yet to import everything, as its workers have. Only one test needs it, and each
+    would take many seconds.
     """
     started: list[subprocess.Popen[str]] = []
     ours = ("GRADSYNC_", "TORCHELASTIC_", "PET_", "OMP_")
@@ -87,7 +88,10 @@ def _is_running(pid: int) -> bool:
     return False
 
 
-def test_run_executes_a_script_like_python(launch: Launch, write: Callable[[str, str], str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("from_scratch", [True, False])  # what is forked must be like what is started
+def test_run_executes_a_script_like_python(
+    launch: Launch, write: Callable[[str, str], str], tmp_path: Path, from_scratch: bool
+) -> None:
     (tmp_path / "sub").mkdir()
     write("sub/beside.py", "ANSWER = 42")
     script = write(
@@ -116,13 +120,16 @@ def test_run_executes_a_script_like_python(launch: Launch, write: Callable[[str,
                 "args": sys.argv[1:], "path": sys.path[0], "file": main.__file__, "spec": main.__spec__,
                 "beside": beside.ANSWER, "batches": [batch.tolist() for batch in loader], "child": child.exitcode,
                 "threads": torch.get_num_threads(), "local_world_size": os.environ["LOCAL_WORLD_SIZE"],
+                "leads_group": os.getpgrp() == os.getpid(),
+                "is_child": os.getppid() == int(os.environ["GRADSYNC_LAUNCHER_PID"]),
+                "unbuffered": sys.stdout.write_through and not hasattr(sys.stdout.buffer, "raw"),
             }
             print(json.dumps(said), flush=True)
             sys.exit(0)
         """,
     )
     arguments = ("-n", "1", script, "--lr", "0.1", "-n", "7", "--", "--sync", "x y")
-    code, out, err = finish(launch(*arguments, from_scratch=True))
+    code, out, err = finish(launch(*arguments, from_scratch=from_scratch))
     assert (code, err) == (0, "")
     assert json.loads(out) == {
         "args": ["--lr", "0.1", "-n", "7", "--", "--sync", "x y"],
@@ -134,6 +141,9 @@ def test_run_executes_a_script_like_python(launch: Launch, write: Callable[[str,
         "child": -signal.SIGTERM,
         "threads": len(os.sched_getaffinity(0)),
         "local_world_size": "1",
+        "leads_group": True,
+        "is_child": True,
+        "unbuffered": True,
     }
 
 

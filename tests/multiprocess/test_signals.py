@@ -14,7 +14,7 @@ import pytest
 
 from gradsync.testing import lab_unavailable_reason
 from tests.multiprocess.test_run import ORPHANS_END_S, START_S, finish, wait_for_files, wait_until_gone
-from tests.support.launching import GRADSYNC, Launched
+from tests.support.launching import GRADSYNC, WORKER_COMM, Launched
 
 SCRIPT = """
 import os, torch, gradsync
@@ -72,14 +72,14 @@ def wait_for_workers(process: subprocess.Popen[str], count: int) -> list[int]:
     end = time.monotonic() + START_S
     while True:
         found = descendants(process.pid)
-        commands = []
+        names = []
         for pid in found:
             with contextlib.suppress(OSError):
-                commands.append(Path(f"/proc/{pid}/cmdline").read_bytes())
-        if sum(b"gradsync.cli.launch.worker" in command for command in commands) >= count:
+                names.append(Path(f"/proc/{pid}/comm").read_text().strip())
+        if names.count(WORKER_COMM) >= count:
             return found
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end, commands
+        assert time.monotonic() < end, names
         time.sleep(0.05)
 
 

@@ -73,6 +73,28 @@ def train_embedding() -> dict[str, float]:
     )
 
 
+def train_on_hosts_of_several_ranks() -> dict[str, float]:
+    comm = gradsync.connect(timeout_s=60)
+    assert comm.transport == "hierarchical", comm.why
+    data = torch.Generator().manual_seed(comm.rank)
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+    return count_bytes(comm, model, "allreduce(codec=int8)", lambda: torch.randn(2, WIDTH, generator=data))
+
+
+@pytest.mark.netns
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("per_host", [2, 4])
+def test_codes_cross_between_hosts_once_per_host(per_host: int) -> None:
+    with Lab(hosts=2) as lab:
+        results = call_on_hosts(lab, train_on_hosts_of_several_ranks, per_host=per_host, timeout_s=120)
+    for host in range(2):
+        ranks = results[host * per_host :][:per_host]
+        # What one rank would send. Headers come too, for each rank: a few kilobytes.
+        for sent in (ranks[0]["counted"], sum(rank["reported"] for rank in ranks)):
+            assert PLAIN_BYTES / 4 < sent < 1.05 * PLAIN_BYTES / 3.9, results
+
+
 @pytest.mark.netns
 @pytest.mark.timeout(400)
 def test_unused_embedding_rows_are_not_sent() -> None:

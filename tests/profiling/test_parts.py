@@ -10,7 +10,7 @@ from gradsync.profiling import Breakdown, StepRecord, load, typical
 from gradsync.profiling.parts import build_record, last_rank_starts
 from gradsync.profiling.raw import DECODE, ENCODE, JOIN, STRATEGY_COMM, WAIT, Op, RawStep
 from gradsync.profiling.record import PARTS
-from gradsync.replicas.header import PreviousStepTiming
+from gradsync.replicas.header import PreviousStepTiming, StepTimings
 from tests.profiling.raw_records import MS, PLAN, a_step, write_rank, write_run
 
 
@@ -113,10 +113,16 @@ def test_record_counts_communication_around_the_optimizer_as_wire() -> None:
 
 def test_last_rank_starts_separates_waiting_from_wire() -> None:
     raws = [a_step(5, rank, late_ms=40) for rank in range(2)]
-    rank_timings = [PreviousStepTiming(5, raw.opened / 1e3, raw.ops[1].called / 1e3, 62_000.0) for raw in raws]
-    for raw in raws:
-        raw.rank_timings = rank_timings
-    quick = build_record(raws[0], last_rank_starts(raws[0], 0, 0), [PLAN], rank=0)
+    sent = [PreviousStepTiming(5, raw.opened / 1e3, raw.ops[1].called / 1e3, 62_000.0) for raw in raws]
+    timings = StepTimings(
+        step=5,
+        last_opened_us=max(timing.opened_us for timing in sent),
+        last_begun_us=max(timing.begun_us for timing in sent),
+        busy_us={rank: timing.busy_us for rank, timing in enumerate(sent)},
+    )
+    for raw, timing in zip(raws, sent, strict=True):
+        raw.own_timing, raw.timings = timing, timings
+    quick = build_record(raws[0], last_rank_starts(raws[0], 0), [PLAN], rank=0)
     assert parts_ms(quick.parts) | {"pack": 2} == {
         "compute": 60,
         "pack": 2,
@@ -125,7 +131,7 @@ def test_last_rank_starts_separates_waiting_from_wire() -> None:
         "waiting": 40,
         "wire": 30,
     }
-    slow = build_record(raws[1], last_rank_starts(raws[1], 1, 0), [PLAN], rank=1)
+    slow = build_record(raws[1], last_rank_starts(raws[1], 0), [PLAN], rank=1)
     assert parts_ms(slow.parts)["waiting"] == 0
 
 

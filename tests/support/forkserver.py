@@ -5,7 +5,7 @@ threads, because forking would not be safe with them; the ranks may start any. I
 The test run's side of it is ``ForkServer`` in ranks.py.
 
 Forked ranks differ from separately started processes in one way: they share the seed of str hashes, so sets of names
-have the same order on all ranks. What must not depend on that is tested through the launcher.
+have the same order on all ranks. What must not depend on that is tested in tests/multiprocess/test_hash_seeds.py.
 """
 
 from __future__ import annotations
@@ -130,6 +130,14 @@ def _serve() -> None:
             pids.append(pid)
         write_message(answers, pids)
         _report_exits(pids, requests, answers)
+
+
+def serve_commands(requests: int, answers: int) -> None:
+    """Serve requests for commands only, until the other end of ``requests`` is closed."""
+    from tests.support.launching import LaunchRequest
+
+    for message in _messages(requests):
+        _launch(LaunchRequest(**message), requests, answers)
 
 
 def _launch(request: LaunchRequest, requests: int, answers: int) -> None:

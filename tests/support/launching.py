@@ -2,7 +2,8 @@
 
 A command such as ``gradsync run`` spends most of its time importing torch. So its process is forked from the fork
 server (see ranks.py), and then runs as ``python -m MODULE`` or ``python SCRIPT`` would: with a session, streams,
-a folder and an environment of its own. The processes that it starts itself are started normally.
+a folder and an environment of its own. So do ``gradsync`` commands and workers of ``gradsync run`` that it starts: they
+are forked from a copy that the command makes of itself when it begins. Other processes are started normally.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import inspect
+import io
 import os
 import runpy
 import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from typing import Any
 import pytest
 
 GRADSYNC = [sys.executable, "-m", "gradsync.cli.main"]
+WORKER = ["-u", "-m", "gradsync.cli.launch.worker"]
+WORKER_COMM = "gradsync-worker"  # the name of a forked worker in /proc/PID/comm
 PR_SET_CHILD_SUBREAPER = 36
 # What the command imports, except the module that runs as __main__: that one is executed again.
 PRELOADED = tuple(
@@ -40,6 +44,7 @@ class LaunchRequest:
     env: dict[str, str]
     streams: tuple[str, str]  # the paths to open as stdout and stderr
     preload: tuple[str, ...] = PRELOADED
+    is_worker: bool = False
 
 
 class Launched(subprocess.Popen[str]):
@@ -61,9 +66,10 @@ class Launched(subprocess.Popen[str]):
             cwd=str(asked["cwd"] or os.getcwd()),
             env=dict(os.environ if asked["env"] is None else asked["env"]),
             streams=(f"/proc/{os.getpid()}/fd/{streams[0]}", f"/proc/{os.getpid()}/fd/{streams[1]}"),
+            is_worker=command[: len(WORKER)] == WORKER,
         )
         with _adopting():
-            self.pid = fork_server().launch(request)
+            self.pid = _worker_copy.launch(request) if _worker_copy is not None else fork_server().launch(request)
         self._child_created = True
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*(asked[end] for end in pipes))  # type: ignore[attr-defined]
@@ -82,13 +88,17 @@ def run_launched(command: Sequence[str], *, timeout_s: float, **options: Any) ->
 
 def launch_gradsync_by_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     """Patch ``subprocess.Popen``: every ``gradsync`` command that this process starts becomes :class:`Launched`."""
-    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", _forking(subprocess.Popen, GRADSYNC))
 
-    def popen(command: Any, *args: Any, **options: Any) -> subprocess.Popen[Any]:
-        kind = Launched if command[: len(GRADSYNC)] == GRADSYNC else start
-        return kind(command, *args, **options)
 
-    monkeypatch.setattr(subprocess, "Popen", popen)
+def _forking(start: Callable[..., Any], command: list[str]) -> Callable[..., Any]:
+    """In place of ``subprocess.Popen``: commands that begin like ``command`` become :class:`Launched`."""
+
+    def popen(args: Any, *more: Any, **options: Any) -> Any:
+        is_forked = list(args[: len(command)]) == command
+        return (Launched if is_forked else start)(args, *more, **options)
+
+    return popen
 
 
 @contextlib.contextmanager
@@ -121,15 +131,23 @@ def run_command(request: LaunchRequest) -> int:
         os.environ.clear()
         os.environ.update(request.env)
         os.chdir(request.cwd)
-        if request.command[0] == "-m":
-            sys.argv = request.command[1:]
+        command = request.command
+        if request.is_worker:
+            _act_as_worker()
+        elif command[:2] == GRADSYNC[1:]:
+            _fork_workers()
+        if command[0] == "-u":
+            sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
+            command = command[1:]
+        if command[0] == "-m":
+            sys.argv = command[1:]
             sys.path.insert(0, request.cwd)
-            sys.modules.pop(request.command[1], None)  # it may have been imported here, and must run as __main__
-            runpy.run_module(request.command[1], run_name="__main__", alter_sys=True)
+            sys.modules.pop(command[1], None)  # it may have been imported here, and must run as __main__
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
         else:
-            sys.argv = request.command
-            sys.path.insert(0, str(Path(request.command[0]).parent))
-            runpy.run_path(request.command[0], run_name="__main__")
+            sys.argv = command
+            sys.path.insert(0, str(Path(command[0]).parent))
+            runpy.run_path(command[0], run_name="__main__")
     except SystemExit as left:
         if left.code is None or isinstance(left.code, int):
             return (left.code or 0) & 0xFF
@@ -139,3 +157,52 @@ def run_command(request: LaunchRequest) -> int:
         traceback.print_exc()
         return 1
     return 0
+
+
+class WorkerCopy:
+    """A copy of this process, made while it had one thread, from which its workers are forked. It ends with it."""
+
+    def __init__(self) -> None:
+        from tests.support.forkserver import serve_commands
+
+        requests, self._requests = os.pipe()
+        self._answers, answers = os.pipe()
+        if os.fork() == 0:
+            os.setsid()  # signals to the command's group are not for it
+            os.close(self._requests)
+            os.close(self._answers)
+            with contextlib.suppress(BaseException):
+                serve_commands(requests, answers)
+            os._exit(0)
+        os.close(requests)
+        os.close(answers)
+
+    def launch(self, request: LaunchRequest) -> int:
+        """Fork a worker; returns its process id. It becomes a child of this process if that adopts orphans."""
+        from tests.support.forkserver import read_message, write_message
+
+        write_message(self._requests, vars(request))
+        pid: int = read_message(self._answers)
+        read_message(self._answers)
+        return pid
+
+
+_worker_copy: WorkerCopy | None = None  # in a command that was launched
+
+
+def _fork_workers() -> None:
+    """Let the commands and workers that this process starts be forked from a copy of it."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    global _worker_copy
+    _worker_copy = WorkerCopy()
+    subprocess_handler.Popen = _forking(subprocess_handler.Popen, [sys.executable, *WORKER])
+    subprocess.Popen = _forking(subprocess.Popen, GRADSYNC)  # type: ignore[misc,assignment]
+
+
+def _act_as_worker() -> None:
+    """Do what torch does when it is imported, and let tests recognise this process."""
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0)))))
+    Path("/proc/self/comm").write_text(WORKER_COMM)

@@ -11,6 +11,7 @@ write the new residual.
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NewType
@@ -145,8 +146,12 @@ spec.declare("codec", Codec)
 
 def all_finite(values: Tensor) -> Finite:
     """Whether all values are finite."""
-    finite = values.isfinite().all()
-    return bool(finite) if finite.is_cpu else finite
+    if not values.is_cpu:
+        return values.isfinite().all()
+    if not values.numel():
+        return True
+    low, high = torch.aminmax(values)  # one pass, and no temporary; NaN if there is NaN
+    return math.isfinite(low) and math.isfinite(high)
 
 
 def padded(num_bytes: int) -> int:

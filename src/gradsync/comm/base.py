@@ -7,7 +7,7 @@ communicator of a world of one, is here too.
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -68,6 +68,16 @@ class SourceSlice:
     factor: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class HostExchange:
+    """What the leader of a host does with the sum of a buffer over its host: see ``Communicator.reduce_per_host``."""
+
+    run: Callable[[Communicator], Iterator[Work]]  # given the group of leaders: starts collectives, and yields each
+    num_collectives: int  # that ``run`` yields
+    report: Tensor  # a small tensor that ``run`` fills: the other ranks of the host get it too
+    sent_bytes: int  # by this rank, for records
+
+
 class Worker:
     """The identity of a worker (one process; in tests one thread). A communicator's splits and clones share it.
 
@@ -93,6 +103,7 @@ class Communicator(abc.ABC):
     sends_used_only: bool = False  # all_to_all sends only the ``used`` bytes of a row
     runs_in_background: bool = False  # a collective completes even while ranks are in no call of the transport
     compares_calls: bool = False  # the transport itself finds ranks whose calls differ: see checked.py
+    num_hosts: int | None = None  # ``reduce_per_host`` sums within so many hosts first; None: it can't
     bucket_bytes: int | None = None  # buckets of this size suit its all-reduce; None: the strategy's own default
     why: str = ""  # why this transport was chosen, for `gradsync info` and sync.stats()
 
@@ -191,13 +202,26 @@ class Communicator(abc.ABC):
         """
         copy_in(sources, buffer)
         rows = buffer.view(self.world_size, -1)
-        total = torch.empty_like(rows[self.rank])
-        return _CopiedWork(self.reduce_scatter(rows, out=total), total, rows[self.rank])
+        total, own = torch.empty_like(rows[self.rank]), rows[self.rank]
+        return PostprocessedWork(self.reduce_scatter(rows, out=total), lambda: own.copy_(total))
 
     def gather_slices(self, buffer: Tensor) -> Work:
         """Overwrite each slice of an allocated buffer with that of its owner: see ``reduce_slices``."""
         rows = buffer.view(self.world_size, -1)
         return self.all_gather(rows[self.rank], out=rows)
+
+    def leads_host(self, index: int) -> bool:
+        """Whether this rank exchanges the buffer with this number for its host, in ``reduce_per_host``."""
+        raise ValueError(f"the {self.transport} transport has no leaders of hosts: ask num_hosts first.")
+
+    def reduce_per_host(self, buffer: Tensor, index: int, exchange: HostExchange) -> Work:
+        """Let one rank of each host exchange the host's sum of an allocated buffer; then all its ranks have the result.
+
+        The buffer is summed within each host. The rank that leads the host for this ``index`` gets the sum, and runs
+        the exchange with the leaders of the other hosts, which turns the buffer into the result. Then the ranks of its
+        host copy the buffer and the report.
+        """
+        raise ValueError(f"the {self.transport} transport does not sum within hosts first: ask num_hosts first.")
 
     def unchecked(self) -> Communicator:
         """The same group without the comparison of calls, for callers that agree on them by a plan, as engines do.
@@ -247,22 +271,22 @@ def copy_in(sources: Sequence[SourceSlice], buffer: Tensor) -> None:
         torch.mul(source.values, source.factor, out=buffer[source.first : source.first + source.values.numel()])
 
 
-class _CopiedWork(Work):
-    """Work whose result is copied from ``source`` to ``out`` by ``wait()``."""
+class PostprocessedWork(Work):
+    """Work whose ``wait()`` runs ``then`` on the result, once. ``then`` must not start communication."""
 
-    def __init__(self, work: Work, source: Tensor, out: Tensor) -> None:
+    def __init__(self, work: Work, then: Callable[[], object]) -> None:
         self._work = work
-        self._source: Tensor | None = source
-        self._out = out
+        self._then: Callable[[], object] | None = then
 
     def done(self) -> bool:
         return self._work.done()
 
     def wait(self) -> None:
         self._work.wait()
-        if self._source is not None:
-            self._out.copy_(self._source)
-            self._source = None
+        then, self._then = self._then, None
+        if then is not None:
+            with torch.inference_mode():  # invisible to autograd, and works on tensors of inference mode too
+                then()
 
 
 def check_op(op: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradsync.comm.base import Communicator, ReduceOp, SourceSlice, Work
+from gradsync.comm.base import Communicator, HostExchange, ReduceOp, SourceSlice, Work
 from gradsync.comm.failure.heartbeat import Heartbeat
 
 
@@ -21,6 +21,7 @@ class Forwarding(Communicator):
         self.why = inner.why
         self.sends_used_only = inner.sends_used_only
         self.bucket_bytes = inner.bucket_bytes
+        self.num_hosts = inner.num_hosts
         self.runs_in_background = inner.runs_in_background
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
@@ -72,6 +73,12 @@ class Forwarding(Communicator):
 
     def gather_slices(self, buffer: Tensor) -> Work:
         return self.inner.gather_slices(buffer)
+
+    def leads_host(self, index: int) -> bool:
+        return self.inner.leads_host(index)
+
+    def reduce_per_host(self, buffer: Tensor, index: int, exchange: HostExchange) -> Work:
+        return self.inner.reduce_per_host(buffer, index, exchange)
 
     def close(self) -> None:
         self.inner.close()

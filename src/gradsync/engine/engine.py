@@ -49,6 +49,8 @@ from gradsync.strategies.gradient_sync import GradientSync
 
 queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
+HEADER_WAIT_S = 0.003  # longer => a link starts sooner if ranks are not quite in step, but this one computes later
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
@@ -81,6 +83,7 @@ class _Backward:
     incoming: float  # the factor for its gradients when they arrive
     overtaken: set[str]  # parameters with later hooks of the user: those may change .grad, so it is read at the end
     header: Header | None = None  # this rank's step header; None: this backward does not synchronize
+    waited: bool = False  # for the headers, with the first full bucket
     factor: float | None = None  # scales them to this rank's share of the mean; None until all headers have arrived
     next_bucket: int = 0
     onto_slices: bool = False  # gradients of an earlier backward, of which each rank has its slice, were set aside
@@ -308,7 +311,7 @@ class Engine:
         )
 
     def _headers(self, *, block: bool) -> StepHeaders | None:
-        """The headers of all ranks; raises if they do not fit together."""
+        """What the headers of all ranks give; raises if they do not fit together."""
         assert self._backward is not None and self._backward.sync is not None
         try:
             return self._backward.sync.headers(block=block)
@@ -345,6 +348,18 @@ class Engine:
         if headers is not None:
             self._backward.factor = self.window.unit * self._per_weight(headers.total_weight, headers.num_backwards)
 
+    def _wait_briefly_for_headers(self, backward: _Backward) -> None:
+        """A bucket is full, for the first time in this backward: a link must not be idle until the next gradient comes.
+
+        That may take tens of milliseconds. The headers of ranks in step arrive within one or two.
+        """
+        if backward.waited or self.comm.bucket_bytes is None:  # within a host no link is idle meanwhile
+            return
+        backward.waited = True
+        until = time.perf_counter() + HEADER_WAIT_S
+        while backward.factor is None and time.perf_counter() < until:
+            self._learn_factor(block=False)
+
     def _per_weight(self, total: float, num_backwards: int) -> float:
         return 0.0 if total == 0.0 else (num_backwards if self.settings.accumulation == "sum" else 1) / total
 
@@ -359,6 +374,7 @@ class Engine:
                 break
             if backward.factor is None:
                 self._learn_factor(block=final)
+                self._wait_briefly_for_headers(backward)
                 if backward.factor is None:
                     break
             bucket.finalize(backward.factor)
@@ -425,20 +441,19 @@ class Engine:
         backward.sync.finish()
         for bucket in self.plan.buckets:
             bucket.publish()
-        leader = (headers.with_data or [0])[0]
         if headers.buffers_changed:
             entered = self.recorder.now()
             share = self.window.weight * self._per_weight(headers.total_weight, headers.num_backwards)
-            self.training.buffers.synchronize(share, leader)
+            self.training.buffers.synchronize(share, headers.leader)
             self.recorder.engine_communicated(entered)
         self.exposed_s = time.perf_counter() - start_s
         self._report_wait()
-        self.recorder.step_ended(headers.headers, weight=self.window.weight)
+        self.recorder.step_ended(headers, weight=self.window.weight)
         self._tick([slot for bucket in self.plan.buckets for slot in bucket.slots if slot.param.grad is None])
-        if len(headers.with_data) < self.comm.world_size:
-            self._uneven_leader = leader
+        if not headers.all_have_data:
+            self._uneven_leader = headers.leader
         self._same_data.check(headers, self.comm.rank)
-        if self._planner.follow_ready_order(leader):
+        if self._planner.follow_ready_order(headers.leader):
             self._adopt_plan()
 
     def _complete_locally(self) -> None:
@@ -455,7 +470,7 @@ class Engine:
                 sum_sparse(self.plan.sparse, factor, Solo())
         self.strategy.end_local_backward(backward.header)
         self.exposed_s = 0.0
-        self.recorder.step_ended((), weight=window.weight)
+        self.recorder.step_ended(None, weight=window.weight)
         self._tick()
 
     def _report_wait(self) -> None:
@@ -502,13 +517,13 @@ class Engine:
             self._begin_step(sync, has_data=False)
             headers = self._headers(block=True)
             assert headers is not None
-            if headers.with_data:
+            if headers.any_have_data:
                 self._complete()
-            elif len({header.num_backwards for header in headers.headers}) > 1:
+            elif headers.num_backwards_differ:
                 # Some ranks have had one backward less in this epoch. All count from 0 again, or they would synchronize
                 # at different batches. What each has accumulated so far stays, with its weight.
                 self.window.position = 0
-            return bool(headers.with_data)
+            return headers.any_have_data
         finally:
             self._backward = None
 

@@ -10,7 +10,6 @@ Not yet run on a GPU.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import torch
 
@@ -18,7 +17,7 @@ from gradsync.comm.base import Communicator
 from gradsync.profiling.clocks import ClockOffsets
 from gradsync.profiling.raw import CALL, WAIT, Op, RawStep
 from gradsync.profiling.recorder import KEEP_STEPS, Recorder
-from gradsync.replicas.header import Header
+from gradsync.replicas.header import StepHeaders
 
 MAX_UNREAD_STEPS = 8  # a GPU that is further behind than this is waited for
 
@@ -29,7 +28,7 @@ class GpuRecorder(Recorder):
     def __init__(self, comm: Communicator, clocks: ClockOffsets, *, keep: int = KEEP_STEPS) -> None:
         self._events: list[torch.Event] = []
         self._free: list[torch.Event] = []
-        self._unread: list[tuple[RawStep, list[torch.Event], Sequence[Header], float]] = []
+        self._unread: list[tuple[RawStep, list[torch.Event], StepHeaders | None, float]] = []
         self._zero = torch.Event(enable_timing=True)
         self._zero.record()
         self._zero.synchronize()
@@ -55,7 +54,7 @@ class GpuRecorder(Recorder):
     def polled(self, op: Op, entered: int, *, is_done: bool) -> None:
         """Do nothing: the host polls, and the stream does not wait."""
 
-    def step_ended(self, headers: Sequence[Header], *, weight: float) -> None:
+    def step_ended(self, headers: StepHeaders | None, *, weight: float) -> None:
         end = self.now()
         raw, events, last = self._raw, self._events, self._events[-1]
         raw.end = end
@@ -70,7 +69,7 @@ class GpuRecorder(Recorder):
         self._events.append(last)
         self._reset(1)
 
-    def _read(self, raw: RawStep, events: list[torch.Event], headers: Sequence[Header], weight: float) -> None:
+    def _read(self, raw: RawStep, events: list[torch.Event], headers: StepHeaders | None, weight: float) -> None:
         """Turn the numbers of events into nanoseconds, once the GPU has passed all of them."""
         events[-1].synchronize()
         at = [0, *(self._zero_ns + int(self._zero.elapsed_time(event) * 1e6) for event in events)]

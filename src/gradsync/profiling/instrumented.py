@@ -5,12 +5,13 @@ It adds no collective of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from gradsync.comm.base import Communicator, Finished, ReduceOp, SourceSlice, Work
+from gradsync.comm.base import Communicator, Finished, HostExchange, ReduceOp, SourceSlice, Work
 from gradsync.comm.forwarding import Forwarding
 from gradsync.profiling.raw import Op
 
@@ -66,6 +67,21 @@ class InstrumentedComm(Forwarding):
     def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
         begun = self._begin("broadcast", tensor)
         return self._started(begun, self.inner.broadcast(tensor, src))
+
+    def reduce_per_host(self, buffer: Tensor, index: int, exchange: HostExchange) -> Work:
+        begun = self._begin("all_reduce", buffer, exchange.sent_bytes)
+        timed = replace(exchange, run=lambda leaders: self._timed(exchange.run(leaders), begun.bucket))
+        return self._started(begun, self.inner.reduce_per_host(buffer, index, timed))
+
+    def _timed(self, exchange: Iterator[Work], bucket: int) -> Iterator[Work]:
+        """Record how long a reducer encodes and decodes in the middle of a collective."""
+        recorder = self._recorder
+        entered, encodes = recorder.now(), True
+        for work in exchange:
+            recorder.reduced_within(bucket, entered, encodes=encodes)
+            yield work
+            entered, encodes = recorder.now(), False
+        recorder.reduced_within(bucket, entered, encodes=encodes)
 
     def _begin(self, name: str, tensor: Tensor, num_bytes: int | None = None) -> Op:
         times, parts = self._shares[name]

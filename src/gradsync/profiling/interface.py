@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradsync.comm.base import Communicator
-from gradsync.replicas.header import NO_TIMING, Header, PreviousStepTiming
+from gradsync.replicas.header import NO_TIMING, PreviousStepTiming, StepHeaders
 
 
 class Recording:
@@ -42,8 +42,8 @@ class Recording:
     def backward_ended(self) -> None:
         """Autograd has finished; the engine now completes the remaining buckets."""
 
-    def step_ended(self, headers: Sequence[Header], *, weight: float) -> None:
-        """The synchronizing backward returns. ``headers``: the step headers of all ranks."""
+    def step_ended(self, headers: StepHeaders | None, *, weight: float) -> None:
+        """The synchronizing backward returns. ``headers``: what all ranks' gave; None where ranks exchange none."""
 
     def previous_step(self) -> PreviousStepTiming:
         """The timing of this rank's last step, for its next step header."""

@@ -30,18 +30,18 @@ NS = 1e-9
 MIN_SHOWN_NS = 50_000  # a shorter stall is left out of timelines
 
 
-def last_rank_starts(raw: RawStep, rank: int, offset_ns: int) -> list[int]:
+def last_rank_starts(raw: RawStep, offset_ns: int) -> list[int]:
     """When the last rank entered each collective, on this rank's clock, estimated from the step headers.
 
     A header holds two marks: the first gradient of the step, and the start of the last bucket. How late the latest rank
     was at these two is interpolated for the collectives in between.
     """
     own = [op.called for op in raw.ops]
-    if not raw.rank_timings or len(raw.rank_timings) == 1:
+    if raw.timings is None:
         return own
-    first_us, last_us = raw.rank_timings[rank].opened_us, raw.rank_timings[rank].begun_us
-    late_first = max(0.0, max(timing.opened_us for timing in raw.rank_timings) - first_us) * 1e3
-    late_last = max(0.0, max(timing.begun_us for timing in raw.rank_timings) - last_us) * 1e3
+    first_us, last_us = raw.own_timing.opened_us, raw.own_timing.begun_us
+    late_first = max(0.0, raw.timings.last_opened_us - first_us) * 1e3
+    late_last = max(0.0, raw.timings.last_begun_us - last_us) * 1e3
     start, width = first_us * 1e3 - offset_ns, max(1.0, (last_us - first_us) * 1e3)
     starts, seen = [], set()
     for op in raw.ops:

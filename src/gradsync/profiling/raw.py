@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from gradsync.replicas.header import PreviousStepTiming
+from gradsync.replicas.header import NO_TIMING, PreviousStepTiming, StepTimings
 
 CALL, WAIT, ENCODE, DECODE, JOIN, ENGINE_COMM, STRATEGY_COMM = range(7)  # kinds of spans
 
@@ -44,17 +44,19 @@ class RawStep:
         "gradients",
         "has_data",
         "hook_ns",
+        "is_complete",
         "opened",
         "ops",
         "optimizer",
+        "own_timing",
         "plan",
-        "rank_timings",
         "ready",
         "sent",
         "spans",
         "staleness",
         "start",
         "step",
+        "timings",
         "weight",
     )
 
@@ -75,8 +77,10 @@ class RawStep:
         self.ops: list[Op] = []
         self.spans: list[RawSpan] = []
         self.gradients: list[tuple[str, int]] = []  # (parameter, when); only where the recorder is `detailed`
-        # Every rank's timing of this step, from the headers of the next one. Not saved: every rank saves its own steps.
-        self.rank_timings: list[PreviousStepTiming] | None = None
+        # What follows is not saved: every rank saves its own steps.
+        self.own_timing: PreviousStepTiming = NO_TIMING  # what this rank sends of this step, in its next header
+        self.timings: StepTimings | None = None  # those of all ranks, from the headers of the next step
+        self.is_complete = False  # the timings are known, or no other rank sends any
 
     def to_json(self) -> str:
         """One line."""

@@ -32,7 +32,7 @@ from gradsync.profiling.raw import (
     RecordedPlan,
 )
 from gradsync.profiling.record import PARTS, Breakdown, StepRecord
-from gradsync.replicas.header import NO_TIMING, Header, PreviousStepTiming
+from gradsync.replicas.header import NO_TIMING, PreviousStepTiming, StepHeaders
 
 log = logging.getLogger("gradsync")
 
@@ -89,6 +89,7 @@ class Recorder(Recording):
         self._bucket = -1  # the bucket that a reducer works on...
         self._run = 0  # ...since when; 0 once it has started a collective
         self._stalled_ns = 0  # time of the training thread in collectives
+        self._nested_ns = 0  # of the call of a collective that has not returned yet: a reducer's work within it
         self._pending.clear()
 
     # -- events of the engine -------------------------------------------------------------------------------------
@@ -180,12 +181,21 @@ class Recorder(Recording):
 
     def _add_stall(self, kind: int, op: Op, entered: int, left: int) -> None:
         ops = self._raw.ops
+        nested, self._nested_ns = self._nested_ns, 0
         if op.index >= len(ops) or ops[op.index] is not op:
             return  # it belongs to a backward that did not complete
+        entered = min(left, entered + nested)
         trains = get_ident() != self._background_thread
         self._raw.spans.append((kind, op.index, entered, left, trains))
         if trains:
             self._stalled_ns += left - entered
+
+    def reduced_within(self, bucket: int, entered: int, *, encodes: bool) -> None:
+        """A reducer has encoded or decoded in the middle of a collective, since ``entered``."""
+        left = self.now()
+        kind = ENCODE if encodes else DECODE
+        self._raw.spans.append((kind, bucket, entered, left, get_ident() != self._background_thread))
+        self._nested_ns += left - entered
 
     def reducer_resumed(self, bucket: int) -> None:
         self._bucket, self._run = bucket, self.now()
@@ -213,40 +223,44 @@ class Recorder(Recording):
     def previous_step(self) -> PreviousStepTiming:
         return self._last_timing
 
-    def step_ended(self, headers: Sequence[Header], *, weight: float) -> None:
+    def step_ended(self, headers: StepHeaders | None, *, weight: float) -> None:
         raw, stalled_ns = self._raw, self._stalled_ns
         raw.end = self.now()
         self._reset(raw.end)
         self._finish_step(raw, headers, weight=weight, stalled_ns=stalled_ns)
 
-    def _finish_step(self, raw: RawStep, headers: Sequence[Header], *, weight: float, stalled_ns: int) -> None:
+    def _finish_step(self, raw: RawStep, headers: StepHeaders | None, *, weight: float, stalled_ns: int) -> None:
         """Keep a step whose marks are all known, and pass it on."""
         raw.weight = weight
-        self._take_timings(headers)
+        if headers is not None:
+            self._take_timings(headers)
         busy_ns = raw.end - raw.start - stalled_ns
         here = self.clocks.offset_ns(self.rank)
-        self._last_timing = PreviousStepTiming(
+        raw.own_timing = self._last_timing = PreviousStepTiming(
             raw.step, (raw.opened + here) / 1e3, (last_bucket_start(raw) + here) / 1e3, busy_ns / 1e3
         )
         self._steps.append(raw)
         self.num_steps += 1
         for sink in self._sinks:
             sink(raw)
-        if self.world_size == 1 or not headers:  # no other rank will send its timing
-            raw.rank_timings = []
-            self._notify(raw)
+        if self.world_size == 1 or headers is None:  # no other rank will send its timing
+            self._complete(raw)
         if self._stop_after is not None and self.num_steps >= self._stop_after[0]:
             raise self._stop_after[1]()
 
-    def _take_timings(self, headers: Sequence[Header]) -> None:
+    def _take_timings(self, headers: StepHeaders) -> None:
         """Complete the previous step with the timings in all ranks' headers. See [Note: one step late]."""
-        of = {header.previous_step.step for header in headers}
-        last = next((raw for raw in reversed(self._steps) if raw.step in of), None)
-        if last is not None and len(of) == 1 and len(headers) == self.world_size:
-            last.rank_timings = [header.previous_step for header in headers]
-            self._notify(last)
+        timings = headers.timings
+        last = next((raw for raw in reversed(self._steps) if timings and raw.step == timings.step), None)
+        if last is not None:
+            last.timings = timings
+            self._complete(last)
 
-    def _notify(self, raw: RawStep) -> None:
+    def _complete(self, raw: RawStep) -> None:
+        """All that the other ranks send of a step is known: call the listeners, once for each step."""
+        if raw.is_complete:
+            return
+        raw.is_complete = True
         if not self._listeners:
             return
         record = self._record(raw)
@@ -261,18 +275,27 @@ class Recorder(Recording):
 
     def steps(self) -> list[StepRecord]:
         """The kept steps whose records are complete, the oldest first: with several ranks, all but the last one."""
-        return [self._record(raw) for raw in self._steps if raw.rank_timings is not None]
+        return [self._record(raw) for raw in self._steps if raw.is_complete]
 
     def breakdown(self) -> Breakdown:
         """The mean of the typical steps: without the first two, and without those that something else delayed."""
         return Breakdown.mean([step.parts for step in typical(self.steps())])
 
     def busy_s(self) -> list[float]:
-        """How long each rank itself needed for a step: the mean of the kept ones; empty before one is complete."""
+        """How long each rank itself needed for a step: the mean of the kept ones; empty before all ranks are known.
+
+        The headers of a step bring the times of up to 16 ranks, those of the next step the next 16. With 1,024 ranks
+        all are known after 64 steps; with more than 16 for each kept step they never are.
+        """
         first = self._first_typical()
-        steps = [raw.rank_timings for raw in self._steps if raw.rank_timings and raw.step >= first]
-        num_ranks = len(steps[0]) if steps else 0
-        return [sum(timings[rank].busy_us for timings in steps) / len(steps) / 1e6 for rank in range(num_ranks)]
+        steps = [raw.timings.busy_us for raw in self._steps if raw.timings is not None and raw.step >= first]
+        busy_us: dict[int, list[float]] = {}
+        for known in steps:
+            for rank, time_us in known.items():
+                busy_us.setdefault(rank, []).append(time_us)
+        if len(busy_us) < self.world_size:
+            return []
+        return [sum(busy_us[rank]) / len(busy_us[rank]) / 1e6 for rank in range(self.world_size)]
 
     def on_step(self, listener: Listener) -> Callable[[], None]:
         """Call ``listener(record)`` once each step's record is complete; returns a function that removes it again.
@@ -314,7 +337,7 @@ class Recorder(Recording):
 
     def _record(self, raw: RawStep) -> StepRecord:
         here = self.clocks.offset_ns(self.rank)
-        return build_record(raw, last_rank_starts(raw, self.rank, here), self.plans, rank=self.rank, offset_ns=here)
+        return build_record(raw, last_rank_starts(raw, here), self.plans, rank=self.rank, offset_ns=here)
 
 
 def typical(steps: Sequence[StepRecord]) -> list[StepRecord]:

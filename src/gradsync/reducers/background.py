@@ -30,7 +30,7 @@ class BackgroundDriver(Driver):
     ) -> None:
         super().__init__(reducer, comm, num_buckets, recorder)
         self._num_buckets = num_buckets
-        self._num_stages = reducer.stages(comm.world_size)
+        self._num_stages = reducer.stages_on(comm)
         self._ready_queue: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -97,5 +97,5 @@ def make_driver(
 
     On a GPU the stream waits instead of a thread, and single-stage reducers are started by the hooks.
     """
-    kind = BackgroundDriver if on_cpu and reducer.stages(comm.world_size) > 1 and comm.world_size > 1 else Driver
+    kind = BackgroundDriver if on_cpu and reducer.stages_on(comm) > 1 and comm.world_size > 1 else Driver
     return kind(reducer, comm, num_buckets, recorder)

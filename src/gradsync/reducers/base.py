@@ -60,6 +60,10 @@ class Reducer(abc.ABC):
         """The number of stages with ``world_size`` ranks. Default: ``num_stages``."""
         return self.num_stages
 
+    def stages_on(self, comm: Communicator) -> int:
+        """The number of stages on a communicator: a transport may do several in one call."""
+        return self.stages(comm.world_size)
+
     @property
     def nonfinite(self) -> list[str]:
         """The parameters whose mean has NaN or inf. Blocks until a GPU has passed the step."""
@@ -79,6 +83,10 @@ class Reducer(abc.ABC):
     @abc.abstractmethod
     def bytes_sent(self, bucket: Bucket, world_size: int) -> int:
         """The bytes that this rank puts on the wire for a bucket, headers included."""
+
+    def bytes_sent_on(self, bucket: Bucket, comm: Communicator) -> int:
+        """As ``bytes_sent``, on a communicator: a transport may let one rank send for several."""
+        return self.bytes_sent(bucket, comm.world_size)
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a restart needs, by parameter name. State of this rank alone is under the key "own".
@@ -135,7 +143,8 @@ class Driver:
         self._reducer = reducer
         self._comm = comm
         self._recorder = recorder
-        num_stages = reducer.stages(comm.world_size)
+        self._polls = comm.num_hosts is not None  # its works go through stages, which only calls start
+        num_stages = reducer.stages_on(comm)
         pairs = [(bucket, stage) for bucket in range(num_buckets) for stage in range(num_stages)]
         self._sequence = sorted(pairs, key=lambda pair: (pair[0] + pair[1], pair[1]))
         self._next = 0
@@ -151,6 +160,8 @@ class Driver:
         """Start every collective that is next in the sequence and whose input is ready. Does not block."""
         while self._next < len(self._sequence) and self._start(block=False):
             self._next += 1
+        if self._polls and self._running:
+            next(iter(self._running.values()))[1].done()  # one poll advances all of them
 
     def drain(self) -> None:
         """Start the remaining collectives, and wait for all of them. Every bucket must have been added."""

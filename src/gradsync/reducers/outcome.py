@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradsync.codecs.base import Finite
+from gradsync.codecs.base import Finite, all_finite
 from gradsync.comm.readback import Readback
 
 
@@ -44,7 +44,7 @@ class StepOutcome:
 
     def add_tensors(self, names: Sequence[str], means: Sequence[Tensor], *, whole: Tensor | None = None) -> None:
         """As ``add``, for means that are still to be looked at; ``whole``: a tensor that contains all of them."""
-        if whole is not None and whole.is_cpu and (whole.numel() == 0 or _is_finite(whole)):
+        if whole is not None and whole.is_cpu and all_finite(whole):
             return  # on a CPU one call is cheaper than one for each, and nearly always enough
         filled = [(name, mean) for name, mean in zip(names, means, strict=True) if mean.numel()]
         if not filled:
@@ -106,8 +106,3 @@ class StepOutcome:
                     self._nonfinite += [] if read[0] else names
                 else:
                     self._nonfinite += [name for name, finite in zip(names, read, strict=True) if not finite]
-
-
-def _is_finite(values: Tensor) -> bool:
-    low, high = torch.aminmax(values)  # one pass, and no temporary; NaN if there is NaN
-    return math.isfinite(low) and math.isfinite(high)

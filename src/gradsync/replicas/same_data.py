@@ -43,10 +43,10 @@ class SameDataDetector:
         self._steps += 1
         if self._steps > CHECKED_STEPS + 1:
             return
-        self._num_equal = self._num_equal + 1 if headers.same_gradients() else 0
+        self._num_equal = self._num_equal + 1 if headers.same_gradients else 0
         if self._num_equal == SUSPICIOUS_STEPS and rank == 0:
             warnings.warn(
-                f"all {len(headers.headers)} ranks computed the same gradients of the {self._model} "
+                f"all {headers.world_size} ranks computed the same gradients of the {self._model} "
                 f"{SUSPICIOUS_STEPS} times in a row: do they read the same data, or use the same random seed? "
                 "Give each its own part: loader = gradsync.shard(dataset, batch_size=...), or torch's "
                 "DistributedSampler; or its own seed: torch.manual_seed(seed + sync.rank), after synchronize().",

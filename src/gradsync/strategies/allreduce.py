@@ -14,7 +14,7 @@ from gradsync.reducers.base import Reducer
 from gradsync.reducers.codec_rules import CodecRule
 from gradsync.reducers.compressed.reducer import Compressed
 from gradsync.reducers.plain import Plain
-from gradsync.replicas.header import NUM_VALUES
+from gradsync.replicas.header import reduced_sizes
 from gradsync.strategies.base import Placement, Strategy, reducer_placement
 from gradsync.strategies.gradient_sync import GradientSync, ReducerSync
 
@@ -72,8 +72,8 @@ class AllReduce(Strategy):
         return self._bytes_per_step(self.reducer)
 
     def _bytes_per_step(self, reducer: Reducer) -> int:
-        size = self.comm.world_size
-        return header_bytes(size) + sum(reducer.bytes_sent(bucket, size) for bucket in self.plan.buckets)
+        sent = sum(reducer.bytes_sent_on(bucket, self.comm) for bucket in self.plan.buckets)
+        return header_bytes(self.comm.world_size) + sent
 
     def codecs(self) -> dict[str, str]:
         return self.reducer.codecs()
@@ -92,5 +92,6 @@ class AllReduce(Strategy):
 
 
 def header_bytes(world_size: int) -> int:
-    """The bytes of headers that a rank sends in a step: its own, to every other rank."""
-    return NUM_VALUES * torch.float64.itemsize * (world_size - 1)
+    """The bytes of headers that a rank sends in a step, at the least: those of two all-reduces."""
+    sizes = [numel * torch.float64.itemsize for numel in reduced_sizes(world_size)]
+    return sum(num_bytes * 2 * (world_size - 1) // world_size for num_bytes in sizes)

@@ -242,7 +242,7 @@ class Auto(Strategy):
 
     def note_headers(self, headers: StepHeaders) -> None:
         """A measured backward is about to end, with these headers."""
-        self._all_have_data = len(headers.with_data) == self.comm.world_size
+        self._all_have_data = headers.all_have_data
 
     def end_local_backward(self, header: Header) -> None:
         self._inner.end_local_backward(header)

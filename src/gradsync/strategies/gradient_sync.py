@@ -34,7 +34,7 @@ class GradientSync(abc.ABC):
 
     @abc.abstractmethod
     def headers(self, *, block: bool) -> StepHeaders | None:
-        """The headers of all ranks; None while they have not arrived and ``block`` is False."""
+        """What the headers of all ranks give; None while they have not arrived and ``block`` is False."""
 
     @abc.abstractmethod
     def launch(self, bucket: Bucket) -> None:
@@ -133,9 +133,13 @@ class ReducerSync(GradientSync):
         self._driver.drain()  # its collectives and these must come in one order on all ranks
         sum_sparse(slots, factor, self._comm)
 
-    def finish(self) -> None:
+    def drain(self) -> None:
+        """Wait until every bucket is reduced."""
         assert self._driver is not None, "begin_step() comes first"
         self._driver.drain()
+
+    def finish(self) -> None:
+        self.drain()
         self._driver = self._exchange = None
         self._settled = False
         if self.reducer.outcome.is_known:

@@ -1,7 +1,8 @@
 """Ranks as threads of one process: for tests, for teaching, and for trying a strategy on many workers at once.
 
 :func:`run_ranks` starts the threads and gives each a communicator. A collective is pending until every rank has
-contributed its tensors. The rank that comes last computes the result, in rank order: the same bits on every run.
+contributed its tensors. The rank that comes last computes the result, in rank order: the same bits on every run. So
+the work of an all-reduce, divided by the number of ranks, does not grow with it.
 
 A strategy on two ranks, without a launcher:
 
@@ -40,16 +41,22 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "ma
 class _PendingCollective:
     """A collective that some ranks have called: their tensors, and which ranks are missing."""
 
-    def __init__(self, kind: str, expected: dict[int, int]) -> None:
+    def __init__(self, kind: str, ranks: Sequence[int], members: Sequence[int]) -> None:
         self.kind = kind
         self.calls: dict[int, str] = {}  # what each rank asked for
-        self.expected = expected  # rank in the group -> rank in the world, of all ranks that take part
+        self.ranks = ranks  # those of the group that take part
+        self.members = members  # the rank in the world of each rank of the group
         self.contributions: dict[int, tuple[Tensor | None, Tensor | None]] = {}
         self.finished = threading.Event()
         self.error: BaseException | None = None
 
+    @property
+    def all_came(self) -> bool:
+        return len(self.contributions) == len(self.ranks)
+
     def missing(self) -> dict[int, int]:
-        return {rank: world_rank for rank, world_rank in self.expected.items() if rank not in self.contributions}
+        """Rank in the group -> rank in the world. It looks at every rank: only for when one may be lost."""
+        return {rank: self.members[rank] for rank in self.ranks if rank not in self.contributions}
 
 
 class _World:
@@ -59,7 +66,13 @@ class _World:
         self.lock = threading.Lock()
         self.pending: dict[tuple[object, ...], _PendingCollective] = {}
         self.lost: dict[int, str] = {}  # by global rank
-        self.broken: dict[tuple[object, ...], OutOfStep] = {}  # by group, where the ranks have made different calls
+        self.broken: dict[int, OutOfStep] = {}  # by group, where the ranks have made different calls
+        self._groups: dict[tuple[object, ...], int] = {}
+
+    def group_number(self, *identity: object) -> int:
+        """A number for a group, the same on all its ranks. (Hashing the ranks of a group takes time.)"""
+        with self.lock:
+            return self._groups.setdefault(identity, len(self._groups))
 
     def lose(self, rank: int, reason: str) -> None:
         with self.lock:
@@ -86,12 +99,12 @@ class _ThreadWork(Work):
         self._pending.finished.wait(self._timeout_s)
         if self._pending.error is not None:
             raise self._pending.error
-        missing = self._pending.missing()
-        if not missing:
+        if self._pending.all_came:
             self._pending.finished.wait()  # the last rank is computing the result: no rank is missing
             if self._pending.error is not None:
                 raise self._pending.error
             return
+        missing = self._pending.missing()
         known = self._world.lost
         lost = {rank: known[world_rank] for rank, world_rank in missing.items() if world_rank in known}
         reason = next(iter(lost.values())) if lost else f"it did not come to {self._pending.kind} in time"
@@ -114,7 +127,7 @@ class Threads(Communicator):
         world: _World,
         members: Sequence[int],
         rank: int,
-        group: tuple[object, ...],
+        group: int,
         *,
         timeout_s: float,
         worker: Worker,
@@ -122,7 +135,7 @@ class Threads(Communicator):
         super().__init__(rank, len(members), timeout_s=timeout_s, worker=worker)
         self.world = world
         self.members = list(members)  # global rank of each rank of this group
-        self._group = group
+        self._group = group  # its number
         self._count = 0  # collectives started: the n-th calls of all ranks belong together
         self._splits = 0
         self._p2p_counts: dict[tuple[int, int], int] = {}
@@ -199,7 +212,7 @@ class Threads(Communicator):
         if self.rank not in chosen:
             return None
         members = [self.members[rank] for rank in chosen]
-        group = (*self._group, self._splits, tuple(chosen))
+        group = self.world.group_number(self._group, self._splits, tuple(chosen))
         return Threads(
             self.world, members, chosen.index(self.rank), group, timeout_s=self.timeout_s, worker=self.worker
         )
@@ -214,11 +227,8 @@ class Threads(Communicator):
         if self._group in self.world.broken:
             raise self.world.broken[self._group]
         self._count += 1
-        key = (*self._group, self._count)
         call = kind if given is None else describe_call(kind, given.dtype, given.numel())
-        return self._contribute(
-            key, _PendingCollective(kind, dict(enumerate(self.members))), call, (given, out), finish
-        )
+        return self._contribute((self._group, self._count), kind, range(self.world_size), call, (given, out), finish)
 
     def _start_p2p(self, src: int, dst: int, tensor: Tensor) -> Work:
         check_contiguous(tensor)
@@ -227,34 +237,36 @@ class Threads(Communicator):
         def finish(contributions: dict[int, tuple[Tensor, Tensor]]) -> None:
             contributions[dst][0].copy_(contributions[src][0])
 
-        key = (*self._group, "pair", src, dst, number)
-        pair = {rank: self.members[rank] for rank in (src, dst)}
-        call = describe_call(f"send {src} to {dst}", tensor.dtype, tensor.numel())
-        return self._contribute(key, _PendingCollective(f"send {src} to {dst}", pair), call, (tensor, None), finish)
+        key, kind = (self._group, "pair", src, dst, number), f"send {src} to {dst}"
+        call = describe_call(kind, tensor.dtype, tensor.numel())
+        return self._contribute(key, kind, sorted({src, dst}), call, (tensor, None), finish)
 
     def _contribute(
         self,
         key: tuple[object, ...],
-        proposed: _PendingCollective,
+        kind: str,
+        ranks: Sequence[int],
         call: str,
         tensors: tuple[Tensor | None, Tensor | None],
         finish: Callable[[dict[int, tuple[Tensor, Tensor]]], None],
     ) -> Work:
         """Contribute to the collective of this key. The first rank makes it pending; the last one runs ``finish``."""
         with self.world.lock:
-            pending = self.world.pending.setdefault(key, proposed)
+            pending = self.world.pending.get(key)
+            if pending is None:
+                pending = self.world.pending[key] = _PendingCollective(kind, ranks, self.members)
             pending.contributions[self.rank] = tensors
             pending.calls[self.rank] = call
-            missing = pending.missing()
-            if not missing:
+            is_last = pending.all_came
+            if is_last:
                 del self.world.pending[key]
                 if len(set(pending.calls.values())) > 1:
                     pending.error = different_calls(dict(sorted(pending.calls.items())))
                     if "pair" not in key:
                         self.world.broken[self._group] = pending.error
-            elif any(world_rank in self.world.lost for world_rank in missing.values()):
+            elif self.world.lost and not self.world.lost.keys().isdisjoint(pending.missing().values()):
                 pending.finished.set()
-        if not missing:
+        if is_last:
             if pending.error is None:
                 try:
                     with torch.no_grad():
@@ -288,11 +300,12 @@ def run_ranks(world_size: int, fn: Callable[[Communicator], T], *, timeout_s: fl
     [3.0, 3.0, 3.0]
     """
     world = _World()
+    everyone = world.group_number("world")
     results: dict[int, T] = {}
     errors: list[tuple[int, BaseException]] = []
 
     def rank_main(rank: int) -> None:
-        comm = Threads(world, range(world_size), rank, ("world",), timeout_s=timeout_s, worker=Worker())
+        comm = Threads(world, range(world_size), rank, everyone, timeout_s=timeout_s, worker=Worker())
         try:
             results[rank] = fn(comm)
             world.lose(rank, "it has finished and left")

@@ -189,6 +189,7 @@ def die_at_a_random_moment(seed: int) -> str:
     return "never noticed"
 
 
+@pytest.mark.alone  # it watches a clock, and other tests' MPI ranks make files in /dev/shm too
 def test_shm_notices_kill_at_random_moment_and_leaves_no_files(exhaustive: bool) -> None:
     before = set(os.listdir("/dev/shm"))
     for seed in range(50 if exhaustive else 6):

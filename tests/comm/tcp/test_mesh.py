@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import gradsync
-from gradsync.comm.c10d import communicator as c10d
+from gradsync.comm.c10d import lazy_mesh
 from gradsync.comm.c10d.communicator import C10d
+from gradsync.comm.c10d.lazy_mesh import LazyMesh
 from gradsync.comm.failure.guard import Call, CollectiveGuard
 from gradsync.comm.tcp import endpoint, exchange, handshake
 from gradsync.comm.tcp.endpoint import Endpoint
@@ -27,6 +28,13 @@ def connected(timeout_s: float = 20) -> C10d:
     group = comm.clone()
     assert isinstance(group, C10d)
     return group
+
+
+def sockets_of(comm: C10d) -> list[tuple[int, socket.socket]]:
+    """Each peer's connection; there is one from the first exchange on."""
+    assert isinstance(comm._mesh, LazyMesh)
+    assert comm._mesh.mesh is not None
+    return comm._mesh.mesh.calls.sockets
 
 
 def exchange_many(seed: int) -> None:
@@ -70,8 +78,7 @@ def send_partly_used_rows() -> tuple[list[float], int]:
 
 def _received_from(comm: C10d, peer: int) -> int:
     """By the kernel's own count."""
-    assert comm._mesh is not None
-    info = dict(comm._mesh.calls.sockets)[peer].getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    info = dict(sockets_of(comm))[peer].getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     return int.from_bytes(info[128:136], "little")
 
 
@@ -182,7 +189,7 @@ def change_share(change: Callable[[int, Share], Share]) -> None:
     ) -> dict[int, socket.socket]:
         return plain(rank, change(rank, share), addresses, guard, call)
 
-    c10d.connect_all = connect_all
+    lazy_mesh.connect_all = connect_all
 
 
 def exchanged_ranks(comm: C10d) -> list[float]:
@@ -272,8 +279,7 @@ def fork_a_child() -> int:
     """How many of the parent's connections a forked child still has."""
     comm = connected()
     comm.all_to_all(torch.zeros(2, 4), out=torch.zeros(2, 4)).wait()
-    assert comm._mesh is not None
-    connections = [connection for _, connection in comm._mesh.calls.sockets]
+    connections = [connection for _, connection in sockets_of(comm)]
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

@@ -23,13 +23,12 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from gradsync.comm.base import Communicator, Finished, ReduceOp, Work, Worker, check_op
+from gradsync.comm.c10d.lazy_mesh import LazyMesh
 from gradsync.comm.c10d.p2p import BlockingP2PWork, P2PWork
 from gradsync.comm.checks import check_contiguous, check_exchange, check_rows
 from gradsync.comm.failure.guard import Call, CollectiveGuard
 from gradsync.comm.failure.heartbeat import Heartbeat
-from gradsync.comm.objects import all_gather_object
-from gradsync.comm.rendezvous import LaunchInfo, choose_gloo_interface, gloo_addresses, own_addresses
-from gradsync.comm.tcp.endpoint import Endpoint, connect_all
+from gradsync.comm.rendezvous import LaunchInfo, choose_gloo_interface, own_addresses
 from gradsync.comm.tcp.handshake import url_address
 from gradsync.comm.tcp.mesh import TcpMesh
 
@@ -105,7 +104,7 @@ class C10d(Communicator):
         self.guard = CollectiveGuard(heartbeat, members, group.group_name, timeout_s)
         self._group: dist.ProcessGroup | None = group
         self._splits = 0
-        self._mesh: TcpMesh | None = None  # from the first all_to_all of CPU tensors on
+        self._mesh: LazyMesh | TcpMesh | None = None  # from the first all_to_all of CPU tensors on
         self._works: list[dist.Work] = []  # under way when the last one was launched
         self._works_lock = threading.Lock()  # an executor's thread starts messages too
 
@@ -156,23 +155,12 @@ class C10d(Communicator):
         self.guard.raise_if_lost(call)
         return self._mesh_for(call).exchange(tensor, out, used, call)
 
-    def _mesh_for(self, call: Call) -> TcpMesh:
-        """The connections to the other ranks. The first call makes them, and blocks: all ranks make it."""
+    def _mesh_for(self, call: Call) -> LazyMesh | TcpMesh:
+        """The connections to the other ranks. Does not block: see [Note: why in the background] in lazy_mesh.py."""
         if self._mesh is None:
-            self._mesh = self._make_mesh(call)
+            store = dist.distributed_c10d._get_process_group_store(self._opened(call.what))
+            self._mesh = LazyMesh(self.rank, self.guard, PrefixStore("gradsync/mesh", store))
         return self._mesh
-
-    def _make_mesh(self, call: Call) -> TcpMesh:
-        return TcpMesh(self.rank, self._connect_peers(call), self.guard)
-
-    def _connect_peers(self, call: Call) -> dict[int, socket.socket]:
-        def share(own: Endpoint) -> list[Endpoint]:
-            return [Endpoint(**fields) for fields in all_gather_object(self, dataclasses.asdict(own))]
-
-        try:
-            return connect_all(self.rank, share, gloo_addresses(), self.guard, call)
-        except OSError as error:
-            self.guard.raise_cause(call, str(error))
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
         self._check_peer(src, "src")

@@ -7,8 +7,9 @@ An all-reduce has three stages:
   group and sum the i-th slice of the values;
 - *down*: every rank copies all slices from shared memory.
 
-So a host sends over the network what one rank would send, however many ranks it has. How the stages of several
-collectives are kept in order is in ``pipeline.py``.
+So a host sends over the network what one rank would send, however many ranks it has. What a codec encodes crosses once
+per host too: ``reduce_per_host`` puts the codec's exchange in the place of the stage across, run by one leader for each
+bucket. How the stages of several collectives are kept in order is in ``pipeline.py``.
 
 Every value is summed over a host's ranks in rank order, then over the hosts as their transport does: the same bits on
 all ranks.
@@ -22,12 +23,27 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from gradsync.comm.base import Communicator, Finished, ReduceOp, SourceSlice, Work, check_op
+from gradsync.comm.base import (
+    Communicator,
+    Finished,
+    HostExchange,
+    PostprocessedWork,
+    ReduceOp,
+    SourceSlice,
+    Work,
+    check_op,
+)
 from gradsync.comm.c10d.communicator import C10d
 from gradsync.comm.checks import check_contiguous, check_exchange, check_rows
 from gradsync.comm.failure.guard import Call, CollectiveGuard
 from gradsync.comm.failure.heartbeat import Heartbeat
-from gradsync.comm.hierarchical.pipeline import Passthrough, Pipeline, PipelinedWork, PostprocessedWork, Stage
+from gradsync.comm.hierarchical.pipeline import (
+    ExchangeOfLeaders,
+    Passthrough,
+    Pipeline,
+    PipelinedWork,
+    Stage,
+)
 from gradsync.comm.shm.communicator import Shm
 from gradsync.comm.topology import describe_hosts, ranks_by_host
 from gradsync.kernels.shm.collectives import SLOT_BYTES, slice_start
@@ -69,12 +85,14 @@ class Hierarchical(Communicator):
         self._host = next(at for at, ranks in enumerate(self._ranks) if self.rank in ranks)
         self._local_rank = self._ranks[self._host].index(self.rank)  # this rank's number on its host
         self._given_why, self._given_leaders = why, leaders
+        self.num_hosts = len(self._ranks) if 1 < len(self._ranks) < self.world_size else None
         self.leaders = min(leaders, *map(len, self._ranks))
         self.why = f"{why}; {describe_hosts(self._ranks)}: shared memory within, {base.transport} across"
         self._guard = CollectiveGuard(
             base.heartbeat, base.guard.members, f"{base.guard.key}/hierarchical", base.timeout_s
         )
         self._is_open = True
+        self._last_exchange: ExchangeOfLeaders | None = None
         self._up = self._connect_host()
         self._down = None if self._up is None else self._up.clone_sharing_buffers()
         self._leader_group = self._connect_leaders()
@@ -132,14 +150,14 @@ class Hierarchical(Communicator):
         def sum_up() -> Work:
             if not in_place:
                 buffer.copy_(chunk)
-            return up.reduce_slice(buffer, op=op, num_owners=leaders)
+            return up.reduce_slice(buffer, op=op, owners=range(leaders))
 
         work = PipelinedWork(
             self._pipeline,
             call,
             up=sum_up,
             across=self._sum_across(buffer, leaders, op),
-            down=lambda: down.share_slice(buffer, num_owners=leaders, out=chunk),
+            down=lambda: down.share_slice(buffer, owners=range(leaders), out=chunk),
             after=None if in_place else self._staging.previous_user,
         )
         if not in_place:
@@ -219,6 +237,40 @@ class Hierarchical(Communicator):
 
     def reduce_slices(self, buffer: Tensor, sources: Sequence[SourceSlice] = ()) -> Work:
         return self.all_reduce_from(buffer, sources)  # reduce_scatter would do that too, on a copy
+
+    def leads_host(self, index: int) -> bool:
+        return self._local_rank == index % self.leaders
+
+    def reduce_per_host(self, buffer: Tensor, index: int, exchange: HostExchange) -> Work:
+        self._check("reduce_per_host", buffer)
+        up, down, leader = self._up, self._down, index % self.leaders
+        across = None if leader != self._local_rank else lambda: self._start_exchange(exchange)
+        call = self._enter("reduce_per_host")
+        if up is None or down is None:  # this rank is alone on its host
+            return self._pipeline.start([PipelinedWork(self._pipeline, call, across=across)])
+        owner = range(leader, leader + 1)
+
+        def share() -> Work:
+            down.share_slice(buffer, owners=owner)
+            return down.broadcast(exchange.report, leader)
+
+        return self._pipeline.start(
+            [
+                PipelinedWork(
+                    self._pipeline,
+                    call,
+                    up=lambda: up.reduce_slice(buffer, owners=owner),
+                    across=across,
+                    down=share,
+                )
+            ]
+        )
+
+    def _start_exchange(self, exchange: HostExchange) -> ExchangeOfLeaders:
+        assert self._leader_group is not None, "every leader has a group with those of the other hosts"
+        self._last_exchange = ExchangeOfLeaders(exchange, self._leader_group, self._last_exchange)
+        self._last_exchange.done()  # starts its first collective
+        return self._last_exchange
 
     def all_to_all(self, tensor: Tensor, *, out: Tensor, own: bool = True, used: Sequence[int] | None = None) -> Work:
         check_exchange(tensor, out, self.world_size)

@@ -19,9 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import torch
-
-from gradsync.comm.base import Finished, Work
+from gradsync.comm.base import Communicator, Finished, HostExchange, Work
 from gradsync.comm.failure.guard import Call, CollectiveGuard
 from gradsync.comm.shm.communicator import PEER_CHECK_S, Shm
 from gradsync.comm.shm.spin import DEDICATED_CORES
@@ -113,22 +111,33 @@ class Passthrough(Work):
         self._work.wait()
 
 
-class PostprocessedWork(Work):
-    """Work whose ``wait()`` runs ``then`` on the result. ``then`` must not start communication."""
+class ExchangeOfLeaders(Work):
+    """The collectives of an exchange between hosts, one after the other; started by the calls that poll it.
 
-    def __init__(self, work: Work, then: Callable[[], object]) -> None:
-        self._work = work
-        self._then: Callable[[], object] | None = then
+    All leaders must start the collectives of several exchanges in one order: the first one of an exchange comes when
+    the last one of the exchange before it has started.
+    """
+
+    def __init__(self, exchange: HostExchange, leaders: Communicator, before: ExchangeOfLeaders | None) -> None:
+        self._collectives = exchange.run(leaders)
+        self._to_start = exchange.num_collectives
+        self._work: Work | None = NOTHING  # the last one that was started; None: all are done
+        self._before = before
 
     def done(self) -> bool:
-        return self._work.done()
+        if self._before is not None and self._before._to_start > 0:
+            return False
+        self._before = None  # or every earlier exchange would be kept alive
+        while self._work is not None and self._work.done():
+            self._work.wait()  # returns at once, or raises the error
+            self._work = next(self._collectives, None)
+            self._to_start -= self._work is not None
+            assert self._to_start >= 0, "an exchange yields as many collectives as it says"
+        return self._work is None
 
     def wait(self) -> None:
-        self._work.wait()
-        then, self._then = self._then, None
-        if then is not None:
-            with torch.inference_mode():  # invisible to autograd, and works on tensors of inference mode too
-                then()
+        while not self.done():
+            time.sleep(SHORTEST_SLEEP_S)
 
 
 class Pipeline:

@@ -261,20 +261,22 @@ class Shm(Communicator):
         """Whether a tensor is a part of what ``allocate`` or ``reserve`` returned."""
         return self._buffers.holds(tensor)
 
-    def slice_of(self, numel: int, num_owners: int | None = None) -> tuple[int, int]:
-        """The range (from, to) of a buffer that this rank owns. Ranks from ``num_owners`` on own nothing."""
-        num_owners = self.world_size if num_owners is None else num_owners
-        return slice_start(numel, num_owners, self.rank), slice_start(numel, num_owners, self.rank + 1)
+    def slice_of(self, numel: int) -> tuple[int, int]:
+        """The range (from, to) of a buffer that this rank owns, where all ranks own a slice."""
+        return slice_start(numel, self.world_size, self.rank), slice_start(numel, self.world_size, self.rank + 1)
 
-    def reduce_slice(self, buffer: Tensor, *, op: ReduceOp = "sum", num_owners: int | None = None) -> Work:
-        """Sum all ranks' buffers; each owner gets its slice of the sum. The rest of its buffer is left unchanged."""
+    def reduce_slice(self, buffer: Tensor, *, op: ReduceOp = "sum", owners: range | None = None) -> Work:
+        """Sum all ranks' buffers; each owner gets its slice of the sum. The rest of its buffer is left unchanged.
+
+        ``owners``: the ranks that own a slice; by default all.
+        """
         return self._start_in_place(
-            f"reduce_slice({op})", buffer, self._find_sum(buffer.dtype, op)[0], TO_OWNERS, num_owners, op=op
+            f"reduce_slice({op})", buffer, self._find_sum(buffer.dtype, op)[0], TO_OWNERS, owners, op=op
         )
 
-    def share_slice(self, buffer: Tensor, *, num_owners: int | None = None, out: Tensor | None = None) -> Work:
+    def share_slice(self, buffer: Tensor, *, owners: range | None = None, out: Tensor | None = None) -> Work:
         """All-gather the owners' slices into ``out``, by default into ``buffer`` itself."""
-        return self._start_in_place("share_slice", buffer, 0, FETCH, num_owners, out)
+        return self._start_in_place("share_slice", buffer, 0, FETCH, owners, out)
 
     def owned_range(self, buffer: Tensor) -> tuple[int, int]:
         is_bucket = self._buffers.is_start_of_buffer(buffer)
@@ -287,12 +289,12 @@ class Shm(Communicator):
         tensor: Tensor,
         sum_rows: int,
         mode: int,
-        num_owners: int | None = None,
+        owners: range | None = None,
         out: Tensor | None = None,
         op: ReduceOp = "sum",
     ) -> Work:
         shared = self._buffers.shared_tensor(tensor, what)
-        slices = (mode, num_owners or self.world_size, tensor if out is None else out, op)
+        slices = (mode, owners or range(self.world_size), tensor if out is None else out, op)
         return self._enqueue_in_place(
             shared, what, lambda control, call: InPlace(self, control, call, shared, sum_rows, *slices)
         )

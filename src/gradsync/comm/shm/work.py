@@ -100,7 +100,8 @@ class ShmWork(Work):
 class InPlace(ShmWork):
     """A collective on shared buffers: a single chunk that is not copied in or out.
 
-    ``shared``: the buffers of all ranks. ``out``: where the mode FETCH copies the owners' slices to.
+    ``shared``: the buffers of all ranks. ``owners``: the ranks that own a slice. ``out``: where the mode FETCH copies
+    the owners' slices to.
     It uses no slot, so it may arrive before earlier collectives are complete.
     """
 
@@ -112,16 +113,18 @@ class InPlace(ShmWork):
         shared: SharedTensor,
         sum_rows: int,
         mode: int,
-        num_owners: int,
+        owners: range,
         out: torch.Tensor,
         op: str,
     ) -> None:
         super().__init__(driver, control, call)
         self._shared, self._out = shared, out  # kept alive: the work writes to their addresses
         tensor = shared.tensor
-        what = (shared.addresses.ctypes.data, tensor.numel(), tensor.dtype.itemsize, mode, num_owners, out.data_ptr())
-        self._fingerprint = fingerprint(IN_PLACE + mode, op, tensor.dtype, tensor.numel(), num_owners)
-        self._work = (control.address, sum_rows, *what, self._fingerprint)
+        rows = (shared.addresses.ctypes.data, tensor.numel(), tensor.dtype.itemsize)
+        slices = (mode, owners.start, len(owners), out.data_ptr())
+        all_owners = (owners.start << 20) + len(owners)
+        self._fingerprint = fingerprint(IN_PLACE + mode, op, tensor.dtype, tensor.numel(), all_owners)
+        self._work = (control.address, sum_rows, *rows, *slices, self._fingerprint)
         self.first_sequence = control.reserve(1)
         self._phase = NOT_ARRIVED
 
@@ -161,7 +164,8 @@ class InPlaceFromSources(InPlace):
         sources: Sequence[SourceSlice],
         mode: int,
     ) -> None:
-        super().__init__(driver, control, call, shared, sum_rows, mode, control.world_size, shared.tensor, "sum")
+        everyone = range(control.world_size)
+        super().__init__(driver, control, call, shared, sum_rows, mode, everyone, shared.tensor, "sum")
         self._sum_rows = sum_rows
         self._to_all = mode == TO_ALL
         self._sum_from_source = source_sum(shared.tensor.dtype, to_all=self._to_all)

@@ -11,6 +11,8 @@ which is the minimum, in two exchanges, however many ranks there are.
 
 from __future__ import annotations
 
+import dataclasses
+import socket
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,6 +22,9 @@ from gradsync.comm.base import Communicator, Finished, ReduceOp, SourceSlice, Wo
 from gradsync.comm.c10d.communicator import C10d
 from gradsync.comm.checks import check_contiguous, check_rows
 from gradsync.comm.failure.guard import Call
+from gradsync.comm.objects import all_gather_object
+from gradsync.comm.rendezvous import gloo_addresses
+from gradsync.comm.tcp.endpoint import Endpoint, connect_all
 from gradsync.comm.tcp.exchange import ExchangeContext, ExchangeWork, memory_at
 from gradsync.comm.tcp.mesh import TcpMesh
 from gradsync.comm.tcp.reduction import MemoryExchange, MemoryFor, ReduceWork, Reduction, TwoExchanges
@@ -32,6 +37,7 @@ class Tcp(C10d):
 
     transport = "tcp"
     bucket_bytes: int = 4 << 20  # a link is slower than memory: it should be busy soon after backward has begun
+    _mesh: TcpMesh | None
     _connecting = False
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
@@ -170,14 +176,26 @@ class Tcp(C10d):
         self.guard.raise_if_lost(call)
         return self._mesh_for(call), call
 
-    def _make_mesh(self, call: Call) -> TcpMesh:
-        self._connecting = True  # the ranks share their endpoints through Gloo
+    def _mesh_for(self, call: Call) -> TcpMesh:
+        """The connections to the other ranks. The first call makes them, and blocks: all ranks make it."""
+        if self._mesh is None:
+            self._connecting = True  # the ranks share their endpoints through Gloo
+            try:
+                calls = self._connect_peers(call)
+                replies = self._connect_peers(call) if self.world_size > 2 else None
+            finally:
+                self._connecting = False
+            self._mesh = TcpMesh(self.rank, calls, self.guard, replies=replies)
+        return self._mesh
+
+    def _connect_peers(self, call: Call) -> dict[int, socket.socket]:
+        def share(own: Endpoint) -> list[Endpoint]:
+            return [Endpoint(**fields) for fields in all_gather_object(self, dataclasses.asdict(own))]
+
         try:
-            calls = self._connect_peers(call)
-            replies = self._connect_peers(call) if self.world_size > 2 else None
-        finally:
-            self._connecting = False
-        return TcpMesh(self.rank, calls, self.guard, replies=replies)
+            return connect_all(self.rank, share, gloo_addresses(), self.guard, call)
+        except OSError as error:
+            self.guard.raise_cause(call, str(error))
 
     def _start_both(
         self,

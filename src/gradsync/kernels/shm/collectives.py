@@ -169,11 +169,22 @@ NOT_ARRIVED, HAS_ARRIVED, HAS_SUMMED, COMPLETE = range(4)  # or MISMATCH
 TO_ALL, TO_OWNERS, FETCH = range(3)
 
 
-@numba.njit("void(i8, i8, i8, i8, i8, i8, i8, i8)", nogil=True, cache=True)
+@numba.njit("void(i8, i8, i8, i8, i8, i8, i8, i8, i8)", nogil=True, cache=True)
 def _do_own_part(
-    control: int, sum_rows: int, rows: int, count: int, item: int, mode: int, num_owners: int, out: int
+    control: int,
+    sum_rows: int,
+    rows: int,
+    count: int,
+    item: int,
+    mode: int,
+    first_owner: int,
+    num_owners: int,
+    out: int,
 ) -> None:
-    """This rank's part. An *owner* is a rank whose buffer holds one slice for all; FETCH copies them to ``out``."""
+    """This rank's part. An *owner* is a rank whose buffer holds one slice for all; FETCH copies them to ``out``.
+
+    The owners are ``num_owners`` ranks from ``first_owner`` on.
+    """
     words = words_at(control, CONTROL_WORDS)
     rank, world_size = words[RANK], words[WORLD]
     addresses = words_at(rows, world_size)
@@ -181,17 +192,18 @@ def _do_own_part(
     if mode == TO_ALL:
         call_sum(sum_rows, rows, world_size, 0, first, end)
         return
-    for owner in range(num_owners):
-        begin, stop = slice_start(count, num_owners, owner), slice_start(count, num_owners, owner + 1)
+    for index in range(num_owners):
+        begin, stop = slice_start(count, num_owners, index), slice_start(count, num_owners, index + 1)
+        owner = addresses[first_owner + index]
         if mode == TO_OWNERS:  # all ranks sum, even if there are fewer owners
             begin, stop = max(begin, first), min(stop, end)
             if stop > begin:
-                call_sum(sum_rows, rows, world_size, addresses[owner], begin, stop)
-        elif stop > begin and addresses[owner] != out:
-            copy(out + begin * item, addresses[owner] + begin * item, (stop - begin) * item)
+                call_sum(sum_rows, rows, world_size, owner, begin, stop)
+        elif stop > begin and owner != out:
+            copy(out + begin * item, owner + begin * item, (stop - begin) * item)
 
 
-@numba.njit("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)", nogil=True, cache=True)
+@numba.njit("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)", nogil=True, cache=True)
 def in_place(
     control: int,
     sum_rows: int,
@@ -199,6 +211,7 @@ def in_place(
     count: int,
     item: int,
     mode: int,
+    first_owner: int,
     num_owners: int,
     out: int,
     fingerprint: int,
@@ -213,7 +226,7 @@ def in_place(
     if phase == HAS_ARRIVED and all_reached(control, ARRIVED, sequence, spins):
         if not fingerprints_agree(control, sequence, fingerprint):
             return MISMATCH
-        _do_own_part(control, sum_rows, rows, count, item, mode, num_owners, out)
+        _do_own_part(control, sum_rows, rows, count, item, mode, first_owner, num_owners, out)
         publish(control, DONE, sequence)
         phase = HAS_SUMMED
     if phase == HAS_SUMMED and all_reached(control, DONE, sequence, spins):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gradsync.buckets.slot import Slot
-from gradsync.codecs.base import Finite, Payload, Residual, compute_dtype
+from gradsync.codecs.base import Finite, Payload, Residual, all_finite, compute_dtype
 from gradsync.codecs.chain import Chain
 from gradsync.codecs.sparse import Sparse
 from gradsync.comm import hugepages
@@ -68,6 +68,22 @@ class ParameterState:
     def clear(self) -> None:
         self.committed, self._pending = {}, {}
 
+    def take(self, slot: Slot, *, may_roll_back: bool) -> Tensor:
+        """A parameter's values, which are zero from this step on."""
+        now = _tensor_for(self.committed, slot)
+        if may_roll_back:
+            _tensor_for(self._pending, slot).zero_()
+            return now
+        taken = now.clone()
+        now.zero_()
+        return taken
+
+    def keep_zero(self, slot: Slot) -> None:
+        """Let a parameter have a tensor, which stays zero in this step."""
+        _tensor_for(self.committed, slot)
+        if slot.name in self._pending:
+            self._pending[slot.name].zero_()  # it was that of an earlier step
+
     def end_step(self, *, finite: bool) -> None:
         if finite and self._pending:
             self.committed, self._pending = {**self.committed, **self._pending}, self.committed
@@ -85,6 +101,7 @@ class Feedback(abc.ABC):
     """How a rank encodes its values and its reduced shard, and the state that it keeps for that."""
 
     needs_all = False  # True => it keeps state of uncompressed parameters, too
+    may_sum_hosts = False  # its state may be that of a host's sum: see [Note: codes cross once per host] in reducer.py
 
     def __init__(self) -> None:
         self.own: dict[str, ParameterState] = {}  # by kind; of this rank: the sum over ranks is what matters
@@ -97,6 +114,14 @@ class Feedback(abc.ABC):
     @abc.abstractmethod
     def reduce_shard(self, task: EncodeTask, x: Tensor, received: Sequence[Payload], payload: Payload) -> Finite:
         """In this rank's own shard: sum all ranks' values, encode the sum, and write the decoded sum to ``out``."""
+
+    def sum_shard(self, task: EncodeTask, x: Tensor, received: Sequence[Payload]) -> Finite:
+        """As ``reduce_shard``, where no other rank needs the sum: nothing is encoded."""
+        torch.mul(x, task.gain * task.out_gain, out=task.out)
+        finite = all_finite(task.out)
+        for payload in received:
+            finite = task.piece.codec.decode(payload, task.out, gain=task.out_gain, add=True, key=task.key) & finite
+        return finite
 
     def decode(self, task: EncodeTask, payload: Payload) -> Finite:
         """Write the decoded sum, received from the owner of a shard, to ``out``."""
@@ -120,12 +145,21 @@ class Feedback(abc.ABC):
         kept = [item for state in self.own.values() for item in state.committed.items()]
         return list(dict.fromkeys(name for name, values in kept if drop_beyond(values, bound)))
 
-    def on_new_plan(self) -> None:  # noqa: B027 - a residual is independent of the plan
+    def on_new_plan(self) -> None:
         """Parameters, or parts of them, may belong to other shards from now on."""
+        self.find_stray()
+
+    def find_stray(self) -> None:  # noqa: B027 - only residuals are handed over
+        """Residuals were loaded, or other ranks may encode them from now on: see ``hand_over``."""
+
+    def hand_over(self, slots: Sequence[Slot], loss_scale: float, *, may_roll_back: bool) -> None:  # noqa: B027
+        """Another rank encodes the sum of these parameters over the host: add this rank's residuals to its values."""
 
 
 class NoFeedback(Feedback):
     """The encoding error is lost: for unbiased codecs, or to measure what feedback is worth."""
+
+    may_sum_hosts = True
 
     def encode(self, task: EncodeTask, x: Tensor, payload: Payload) -> None:
         task.piece.codec.encode(x, payload, gain=task.gain, key=task.key)
@@ -139,9 +173,37 @@ class NoFeedback(Feedback):
 class ErrorFeedback(Feedback):
     """Classic error feedback: the encoding error is added to the next step's values."""
 
+    may_sum_hosts = True
+
     def __init__(self) -> None:
         super().__init__()
         self._residuals = self.own["residuals"] = ParameterState()
+        self._stray: set[str] = set()  # parameters whose residuals may have to be handed over
+        self._used_up: set[int] = set()  # keys of the pieces that this rank owns and has no residual of
+
+    def find_stray(self) -> None:
+        self._stray = set(self._residuals.committed)
+        self._used_up = set()
+
+    def sum_shard(self, task: EncodeTask, x: Tensor, received: Sequence[Payload]) -> Finite:
+        finite = super().sum_shard(task, x, received)
+        residual = self._residuals.slices_for(task)
+        if task.piece.key not in self._used_up:  # from a time when another rank owned the piece
+            task.out.add_(residual.before, alpha=task.out_gain)
+            self._used_up.add(task.piece.key)
+            residual.after.zero_()
+        elif residual.after is not residual.before:
+            residual.after.zero_()
+        return finite
+
+    def hand_over(self, slots: Sequence[Slot], loss_scale: float, *, may_roll_back: bool) -> None:
+        for slot in slots:
+            if slot.name in self._stray:
+                residual = self._residuals.take(slot, may_roll_back=may_roll_back)
+                slot.flat.add_(residual.to(slot.flat.dtype), alpha=loss_scale)
+                self._stray.discard(slot.name)
+            else:
+                self._residuals.keep_zero(slot)
 
     def encode(self, task: EncodeTask, x: Tensor, payload: Payload) -> None:
         task.piece.codec.encode(x, payload, gain=task.gain, residual=self._residuals.slices_for(task), key=task.key)
@@ -209,6 +271,7 @@ class Ef21(Feedback):
         return names
 
     def on_new_plan(self) -> None:
+        super().on_new_plan()
         for state in (self._estimates, self._results):
             state.clear()
 

@@ -7,6 +7,13 @@ ranks exchange their payloads; more ranks reduce by shards.
 Instead every rank owns a shard of each bucket. It receives the other ranks' payloads of that shard, sums their decoded
 values, encodes the sum, and all-gathers that. So a rank sends 2 (n - 1) / n payloads for any n; and all ranks,
 including the owner, decode the result from the same bytes, so the replicas stay bitwise equal.
+
+[Note: codes cross once per host] Where several ranks of each host share memory, codes from rank to rank would cross
+between hosts as often as a host has ranks. There the ranks of a host first sum a bucket exactly, in shared memory. One
+of them, the bucket's leader, then does with the leaders of the other hosts what ranks do otherwise, and shares the
+result. So a host sends what one rank would. Buckets are led by the ranks of a host in turn. A residual is that of the
+host's sum, and is kept by the leader. When another rank becomes the leader, because the plan or the number of ranks
+changed, the old one adds its residual to its own values once.
 """
 
 from __future__ import annotations
@@ -25,7 +32,7 @@ from gradsync.codecs.cast import Bf16, Fp16
 from gradsync.codecs.chain import Chain
 from gradsync.codecs.dense import Dense
 from gradsync.codecs.sparse import Sparse
-from gradsync.comm.base import Communicator, Finished, Work
+from gradsync.comm.base import Communicator, Finished, HostExchange, Work
 from gradsync.reducers.base import Reducer
 from gradsync.reducers.codec_rules import MIN_NUMEL, CodecRule, CodecRules
 from gradsync.reducers.compressed.feedback import FEEDBACKS, EncodeTask, Feedback, MomentumCorrection, ParameterState
@@ -72,6 +79,7 @@ class Compressed(Reducer):
         self._feedback = self._make_feedback()
         self._typical = TypicalMagnitude()  # of the last steps: see spikes.py
         self._choose_stages({torch.float32})
+        self.may_sum_hosts = True  # False: every rank's residual must be that of its own values
         self._payload_rows: dict[int, PayloadRows] = {}
         self._codecs_by_name: dict[str, Codec] = {}
         self._warms_up = any(type(codec).at is not Codec.at for _, codec in self.rules.patterns)
@@ -87,6 +95,11 @@ class Compressed(Reducer):
             raise ValueError(f"dgc brings a feedback of its own; got feedback={self._feedback_name!r}. Leave it out.")
         momentum, clip_norm = wanted.pop()
         return MomentumCorrection(momentum=momentum, clip_norm=clip_norm)
+
+    @property
+    def can_be_sliced(self) -> bool:
+        """Whether a rank may sum its slice of a bucket for itself, and keep residuals of the others' slices only."""
+        return type(self._feedback).may_sum_hosts
 
     def spec_arguments(self) -> dict[str, Any]:
         """The constructor arguments, for specs."""
@@ -110,7 +123,13 @@ class Compressed(Reducer):
             compile_kernels()
 
     def in_place_range(self, slot: Slot, comm: Communicator) -> tuple[int, int] | None:
+        if self._sums_hosts(comm):
+            return None  # the ranks of a host sum their buckets
         return 0, slot.flat.numel()  # small ones too: a compiled call gathers them
+
+    def _sums_hosts(self, comm: Communicator) -> bool:
+        """See [Note: codes cross once per host]."""
+        return self.may_sum_hosts and comm.num_hosts is not None and self._feedback.may_sum_hosts
 
     def _choose_stages(self, dtypes: set[torch.dtype]) -> None:
         """One stage if all payloads can be summed in one dtype that small parameters can have, too; else two."""
@@ -122,12 +141,53 @@ class Compressed(Reducer):
     def stages(self, world_size: int) -> int:
         return 1 if world_size == 2 else self.num_stages
 
+    def stages_on(self, comm: Communicator) -> int:
+        return 1 if self._sums_hosts(comm) else super().stages_on(comm)
+
     @property
     def sums_as(self) -> torch.dtype | None:
         """The dtype as which payloads are all-reduced; None if they are exchanged instead."""
         return self._sums_as
 
     def reduce(self, bucket: Bucket, comm: Communicator) -> Iterator[Work]:
+        if self._sums_hosts(comm):
+            yield from self._reduce_per_host(bucket, comm)
+        else:
+            yield from self._reduce_among(bucket, comm)
+
+    def _reduce_per_host(self, bucket: Bucket, comm: Communicator) -> Iterator[Work]:
+        """See [Note: codes cross once per host]."""
+        assert comm.num_hosts is not None, "it sums hosts"
+        leads = comm.leads_host(bucket.index)
+        if not leads:
+            names = self._codecs_of(bucket, self._num_shards(comm.num_hosts))
+            self._feedback.hand_over(
+                [slot for slot in bucket.slots if slot.name in names],
+                bucket.loss_scale,
+                may_roll_back=bucket.may_overflow,
+            )
+        report = torch.zeros(1 + len(bucket.slots), dtype=torch.float64)  # the peak; for each slot, whether it is bad
+
+        def exchange(leaders: Communicator) -> Iterator[Work]:
+            yield from self._reduce_among(bucket, leaders)
+            nonfinite = set(self.outcome.nonfinite)
+            report[0] = self.outcome.peak
+            report[1:] = torch.tensor([slot.name in nonfinite for slot in bucket.slots])
+
+        host_exchange = HostExchange(
+            run=exchange,
+            num_collectives=self.stages(comm.num_hosts),
+            report=report,
+            sent_bytes=self.bytes_sent_on(bucket, comm),
+        )
+        yield comm.reduce_per_host(bucket.storage, bucket.index, host_exchange)
+        if not leads:
+            peak, *bad = report.tolist()
+            self.outcome.add_peak(peak)
+            self.outcome.add([slot.name for slot, is_bad in zip(bucket.slots, bad, strict=True) if is_bad], False)
+
+    def _reduce_among(self, bucket: Bucket, comm: Communicator) -> Iterator[Work]:
+        """Every rank of the communicator encodes its own values."""
         if comm.world_size == 1:  # nothing is sent, so nothing is compressed
             yield from [Finished()] * self.stages(comm.world_size)
         elif self._sums_as is not None:
@@ -179,7 +239,7 @@ class Compressed(Reducer):
         for piece, reduced_payload, theirs in zip(buffers.shards.pieces[here], reduced_payloads, payloads, strict=True):
             task = self._task(piece, bucket, comm)
             self._finish_piece(
-                task, finite=self._feedback.reduce_shard(task, _own_values(piece), theirs, reduced_payload)
+                task, finite=self._feedback.reduce_shard(task, own_values(piece), theirs, reduced_payload)
             )
         if here == last:
             small.add(received, buffers.reduced)
@@ -195,7 +255,7 @@ class Compressed(Reducer):
         """Encode this rank's part of a shard into a row."""
         tasks = [self._task(piece, bucket, comm) for piece in buffers.shards.pieces[shard]]
         for task, payload in zip(tasks, buffers.payloads(row, shard), strict=True):
-            self._feedback.encode(task, _own_values(task.piece), payload)
+            self._feedback.encode(task, own_values(task.piece), payload)
         return tasks
 
     def _decode_shard(self, buffers: PayloadRows, row: Tensor, shard: int, tasks: Sequence[EncodeTask]) -> None:
@@ -260,8 +320,7 @@ class Compressed(Reducer):
         buffers = self._payload_rows.get(bucket.index)
         if buffers is not None and not self._warms_up:
             return buffers
-        summed = self._sums_as is not None
-        num_shards = 1 if summed or world_size == 2 else world_size
+        summed, num_shards = self._sums_as is not None, self._num_shards(world_size)
         codecs = self._codecs_of(bucket, num_shards)
         if buffers is None or buffers.codecs != codecs:
             shards = shard_bucket(bucket, codecs, num_shards, small_dtype=self._sums_as or bucket.buffer.dtype)
@@ -269,6 +328,14 @@ class Compressed(Reducer):
             buffers = PayloadRows(codecs, shards, num_rows, bucket.device)
             self._payload_rows[bucket.index] = buffers
         return buffers
+
+    def _num_shards(self, world_size: int) -> int:
+        return 1 if self._sums_as is not None or world_size == 2 else world_size
+
+    def bytes_sent_on(self, bucket: Bucket, comm: Communicator) -> int:
+        if not self._sums_hosts(comm) or comm.num_hosts is None:
+            return super().bytes_sent_on(bucket, comm)
+        return self.bytes_sent(bucket, comm.num_hosts) if comm.leads_host(bucket.index) else 0
 
     def bytes_sent(self, bucket: Bucket, world_size: int) -> int:
         if world_size == 1:
@@ -343,6 +410,7 @@ class Compressed(Reducer):
                 parameter_state.committed = {
                     name: self.slots[name].flattened(saved) for name, saved in state[key][kind].items() if name in kept
                 }
+        self._feedback.find_stray()
 
 
 def _kept_names(state: dict[str, Any]) -> set[str]:
@@ -351,7 +419,7 @@ def _kept_names(state: dict[str, Any]) -> set[str]:
     return set(state.get("kept", everything))
 
 
-def _own_values(piece: Piece) -> Tensor:
+def own_values(piece: Piece) -> Tensor:
     """This rank's values of a piece, in the dtype in which they are encoded."""
     x = piece.part_of(piece.slot.source)
     return x.to(compute_dtype(x.dtype))

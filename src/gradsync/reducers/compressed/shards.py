@@ -55,6 +55,31 @@ class Shards:
     row_bytes: int
 
 
+def slice_bucket(bucket: Bucket, codecs: Mapping[str, Codec], num_shards: int) -> Shards:
+    """Cut a bucket's storage into equal slices, wherever they end, and every slot into its parts of them."""
+    dtype, share = compute_dtype(bucket.buffer.dtype), bucket.storage.numel() // num_shards
+    pieces: list[tuple[Piece, ...]] = []
+    row_bytes = 0
+    for shard in range(num_shards):
+        row, end_of_row = [], HEADER_BYTES
+        for slot in bucket.slots:
+            first = max(shard * share - slot.start, 0)
+            end = min((shard + 1) * share - slot.start, slot.flat.numel())
+            if first < end:
+                row.append(_make_piece(slot, first, end, codecs[slot.name], end_of_row, dtype))
+                end_of_row += row[-1].num_bytes
+        pieces.append(tuple(row))
+        row_bytes = max(row_bytes, end_of_row)
+    return Shards(tuple(pieces), SmallParameters(bucket, [], bucket.buffer.dtype), row_bytes)
+
+
+def _make_piece(slot: Slot, first: int, end: int, codec: Codec, offset: int, dtype: torch.dtype) -> Piece:
+    num_bytes = codec.encoded_bytes(end - first, dtype)
+    key = zlib.crc32(f"{slot.name} {first}".encode())
+    blocks = codec.elidable_blocks(end - first, dtype)
+    return Piece(slot, first, end, slot.flat[first:end], codec, offset, num_bytes, key, blocks)
+
+
 def shard_bucket(bucket: Bucket, codecs: Mapping[str, Codec], num_shards: int, *, small_dtype: torch.dtype) -> Shards:
     """Cut a bucket so that all shards have about the same encoded size.
 
@@ -69,11 +94,8 @@ def shard_bucket(bucket: Bucket, codecs: Mapping[str, Codec], num_shards: int, *
     ends = [HEADER_BYTES] * num_shards
 
     def add_piece(owner: int, slot: Slot, first: int, end: int, codec: Codec) -> None:
-        num_bytes = codec.encoded_bytes(end - first, dtype)
-        key = zlib.crc32(f"{slot.name} {first}".encode())
-        blocks = codec.elidable_blocks(end - first, dtype)
-        pieces[owner].append(Piece(slot, first, end, slot.flat[first:end], codec, ends[owner], num_bytes, key, blocks))
-        ends[owner] += num_bytes
+        pieces[owner].append(_make_piece(slot, first, end, codec, ends[owner], dtype))
+        ends[owner] += pieces[owner][-1].num_bytes
 
     owner, filled = 0, 0.0
     for slot, cost in zip(slots, costs, strict=True):

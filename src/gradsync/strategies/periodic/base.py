@@ -85,6 +85,8 @@ class Periodic(Local):
         self._reducer: Reducer = Plain() if codec is None else Compressed(codec)
         if reducer is not None:
             self._reducer = spec.resolve(reducer, "reducer")
+        if keeps_residual and isinstance(self._reducer, Compressed):
+            self._reducer.may_sum_hosts = False  # see [Note: the residual stays in the weights] in exchange.py
         self._inner_rate = InnerRate(rate, inner_warmup)
         self._training: Training
         self._load_watcher: LoadWatcher

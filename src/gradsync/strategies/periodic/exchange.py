@@ -253,7 +253,7 @@ class WeightExchange:
 
     def _count_bytes(self) -> int:
         """Bytes that this rank sends when every fragment is exchanged once."""
-        return sum(self.reducer.bytes_sent(bucket, self.comm.world_size) for bucket in self._plan.buckets)
+        return sum(self.reducer.bytes_sent_on(bucket, self.comm) for bucket in self._plan.buckets)
 
     def pending_updates(self, fragment: int) -> dict[str, Tensor]:
         """Copies of the updates that ``run`` has left for ``apply``."""
@@ -331,7 +331,7 @@ def split_into_fragments(params: Mapping[str, Parameter], num_fragments: int) ->
 def reduce_buckets(reducer: Reducer, buckets: Sequence[Bucket], comm: Communicator) -> None:
     """Reduce buckets that are all ready, stage by stage, in the same order on all ranks. Blocks."""
     running = [(generator := reducer.reduce(bucket, comm), next(generator)) for bucket in buckets]
-    for _ in range(1, reducer.stages(comm.world_size)):
+    for _ in range(1, reducer.stages_on(comm)):
         running = [(generator, _next_stage(generator, work)) for generator, work in running]
     for generator, work in running:
         work.wait()

@@ -111,7 +111,7 @@ class LocalSGD(Periodic):
 
     def note_headers(self, headers: StepHeaders) -> None:
         """An exact backward has ended, with these headers."""
-        self._everyone_has_data = len(headers.with_data) == self.comm.world_size
+        self._everyone_has_data = headers.all_have_data
 
     def before_step(self, step: int) -> Verdict:
         return Verdict.APPLY if self.in_exact_phase else super().before_step(step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from gradsync.buckets.bucket import Bucket, BucketPlan
 from gradsync.buckets.slot import Slot
 from gradsync.comm.base import Communicator
+from gradsync.strategies.sharded.weights import make_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,7 @@ class Part:
     slot: Slot
     first: int
     end: int
-    weights: Tensor  # flat, as real numbers: a view of the buffer of weights, which the optimizer steps
+    weights: Tensor  # flat, as real numbers: a view of what the optimizer steps
     gradient: Tensor  # the same values of the bucket
 
 
@@ -30,8 +31,9 @@ class Shard:
     Blocks: all ranks make it together, because the transport may place the buffer in shared memory.
     """
 
-    def __init__(self, bucket: Bucket, comm: Communicator) -> None:
+    def __init__(self, bucket: Bucket, comm: Communicator, sent_as: torch.dtype | None) -> None:
         self.buffer = comm.allocate(bucket.storage.numel(), bucket.storage.dtype, bucket.device)
+        self.weights = make_weights(self.buffer, comm, sent_as)
         share = self.buffer.numel() // comm.world_size
         self.first, self.end = comm.rank * share, (comm.rank + 1) * share
         self.rebind(bucket)
@@ -65,17 +67,17 @@ class Shard:
             slot=slot,
             first=first,
             end=end,
-            weights=self.buffer[start + first : start + end],
+            weights=self.weights.stepped[start + first - self.first : start + end - self.first],
             gradient=slot.flat[first:end],
         )
 
 
 class Shards:
-    """The shards of all buckets of a plan."""
+    """The shards of all buckets of a plan. ``sent_as``: how weights are sent to other ranks, see weights.py."""
 
-    def __init__(self, plan: BucketPlan, comm: Communicator) -> None:
+    def __init__(self, plan: BucketPlan, comm: Communicator, sent_as: torch.dtype | None = None) -> None:
         self.layout = plan.layout
-        self.shards = [Shard(bucket, comm) for bucket in plan.buckets]
+        self.shards = [Shard(bucket, comm, sent_as) for bucket in plan.buckets]
         self.sparse = [slot.param for slot in plan.sparse]  # every rank has these whole, and steps them whole
 
     def rebind(self, plan: BucketPlan) -> None:
@@ -85,10 +87,42 @@ class Shards:
             shard.rebind(bucket)
         self.sparse = [slot.param for slot in plan.sparse]
 
-    def take_in(self) -> None:
-        """Bring in parameters that the user has re-pointed."""
+    def begin_step(self) -> None:
+        """Bring in parameters that the user has re-pointed; then the optimizer may step the parts."""
         for shard in self.shards:
             shard.take_in()
+            shard.weights.begin_step()
+
+    def complete(self, comm: Communicator) -> None:
+        """Let the weights include what was not sent yet. Blocks: all ranks call it."""
+        for shard in self.shards:
+            shard.weights.complete(comm)
+
+    def unsent(self) -> dict[str, Tensor]:
+        """The residuals of the weights that this rank owns, by parameter name and shape; zero where it owns none."""
+        found = {}
+        for shard in self.shards:
+            residual = shard.weights.residual
+            for slot in shard.slots if residual is not None else ():
+                flat = torch.zeros_like(slot.flat)
+                found[slot.name] = slot.shaped(flat)
+            for part in shard.parts if residual is not None else ():
+                assert residual is not None
+                first = part.slot.start + part.first - shard.first
+                flat = residual[first : first + part.end - part.first]
+                found[part.slot.name].as_strided((part.slot.flat.numel(),), (1,))[part.first : part.end] = flat
+        return found
+
+    def load_unsent(self, saved: Mapping[str, Tensor]) -> None:
+        """Load what ``unsent`` returned on a rank with the same parts."""
+        for shard in self.shards:
+            residual = shard.weights.residual
+            for part in shard.parts if residual is not None else ():
+                assert residual is not None
+                first = part.slot.start + part.first - shard.first
+                residual[first : first + part.end - part.first] = part.slot.flattened(saved[part.slot.name])[
+                    part.first : part.end
+                ]
 
     def release(self) -> None:
         """Give every parameter memory of its own again."""

@@ -22,6 +22,8 @@ from torch.nn import Parameter
 
 from gradsync import spec
 from gradsync.buckets.bucket import Bucket, BucketPlan
+from gradsync.codecs.base import Codec
+from gradsync.codecs.cast import Bf16, Fp16
 from gradsync.comm.base import Communicator, Work
 from gradsync.errors import GradSyncError
 from gradsync.reducers.base import Reducer
@@ -36,7 +38,9 @@ from gradsync.strategies.gradient_sync import ReducerSync
 from gradsync.strategies.sharded.optimizer_state import ShardedState, check_elementwise, num_bytes
 from gradsync.strategies.sharded.reads import ReadWatcher, compiled_code_is_in_use
 from gradsync.strategies.sharded.shards import Shards
-from gradsync.strategies.sharded.sliced import Sliced
+from gradsync.strategies.sharded.sliced import Sliced, SlicedCodes, SlicedReducer
+
+EVERYONE = ""  # marks the residuals of all ranks together: no parameter has this name
 
 
 @spec.register("strategy", "sharded")
@@ -53,7 +57,9 @@ class Sharded(AllReduce):
     more, so meanwhile every rank has the whole state and steps everything.
 
     Args:
-        codec: compresses the gradients, which then are whole on every rank. Weights are always gathered exactly.
+        codec: compresses the gradients.
+        weights: ``fp16`` or ``bf16``: send in 16 bits by how much weights have changed, and what that leaves out with a
+            later step. None: send the weights exactly.
         overlap: gather the weights while the next forward runs, where the transport can. Parameters that a script has
             kept (``params = list(model.parameters())``) may be read only after ``sync.settle()`` then. False:
             ``optimizer.step()`` waits for the weights.
@@ -67,11 +73,20 @@ class Sharded(AllReduce):
 
     slices_buckets = True
 
-    def __init__(self, *, codec: CodecRule | None = None, overlap: bool = True) -> None:
+    def __init__(
+        self, *, codec: CodecRule | None = None, weights: Codec | str | None = None, overlap: bool = True
+    ) -> None:
         super().__init__(codec=codec)
+        self.weights = None if weights is None else spec.resolve(weights, "codec")
+        if not isinstance(self.weights, Fp16 | Bf16 | None):
+            raise ValueError(f"weights must be fp16, bf16 or None (exact); got {spec.render(self.weights)}.")
+        self._sent_as = None if self.weights is None else self.weights.sums_as
+        self._unsent_to_load: dict[str, Tensor] | None = None  # loaded before the shards were made
         self.overlap = overlap
         if codec is None:
             self.reducer = Sliced()
+        elif isinstance(self.reducer, Compressed) and self.reducer.can_be_sliced:
+            self.reducer = SlicedCodes(codec)
         self.sync = _ShardedSync(self.reducer, self)
         self._optimizer: optim.Optimizer
         self._shards: Shards | None = None  # None: the buckets' layout is not final, or this is a world of one
@@ -86,7 +101,7 @@ class Sharded(AllReduce):
 
     def spec_arguments(self) -> dict[str, Any]:
         codec = self.reducer.rules.as_argument() if isinstance(self.reducer, Compressed) else None
-        return {"codec": codec, "overlap": self.overlap}
+        return {"codec": codec, "weights": self.weights, "overlap": self.overlap}
 
     def setup(self, training: Training) -> None:
         training.check_all_optimized(spec.render(self))
@@ -112,7 +127,9 @@ class Sharded(AllReduce):
             self._shards.release()
             self._shards = None
         if not plan.is_provisional and comm.world_size > 1:
-            self._shards = Shards(plan, comm)
+            self._shards = Shards(plan, comm, self._sent_as)
+            if self._unsent_to_load is not None:
+                self._load_unsent(self._unsent_to_load)
             self._shard_of = {slot.param: at for at, shard in enumerate(self._shards.shards) for slot in shard.slots}
             self._shard()
 
@@ -135,6 +152,8 @@ class Sharded(AllReduce):
     def _unshard(self) -> None:
         """Give every rank the whole state. Blocks: all ranks call it."""
         if self._state is not None:
+            assert self._shards is not None, "a sharded state has shards"
+            self._shards.complete(self.comm)
             self._state.give_back(self.comm)
             self._state = None
 
@@ -179,7 +198,7 @@ class Sharded(AllReduce):
         if self._state is None or self._shards is None:
             return Verdict.APPLY
         self.settle()
-        self._shards.take_in()
+        self._shards.begin_step()
         self._state.step()
         entered = self.recorder.now()
         self._gather_weights()
@@ -191,7 +210,7 @@ class Sharded(AllReduce):
         assert self._shards is not None
         shards = self._shards.shards
         for at in reversed(range(len(shards))):
-            self._gathers[at] = self.comm.gather_slices(shards[at].buffer)
+            self._gathers[at] = shards[at].weights.start_gather(self.comm)
         if not (self._watches_reads and self.comm.runs_in_background) or compiled_code_is_in_use():
             self.settle()
         torch.autograd.graph.increment_version([slot.param for slot in self._shards.slots()])
@@ -218,7 +237,39 @@ class Sharded(AllReduce):
 
     def state_dict(self) -> dict[str, Any]:
         self.settle()
-        return super().state_dict()
+        if self._sent_as is None:
+            return super().state_dict()
+        return {**super().state_dict(), "unsent": self._unsent()}
+
+    def _unsent(self) -> dict[str, Tensor]:
+        if self._shards is not None:
+            return self._shards.unsent()
+        slots = [slot for bucket in self.plan.buckets for slot in bucket.slots]
+        return {slot.name: slot.shaped(torch.zeros_like(slot.flat)) for slot in slots}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if "unsent" in state:
+            self._load_unsent(state["unsent"])
+
+    def _load_unsent(self, unsent: dict[str, Tensor]) -> None:
+        """Load the residuals of weights; those of all ranks together, from another number of ranks, are added."""
+        if EVERYONE in unsent:
+            with torch.no_grad():
+                for slot in (slot for bucket in self.plan.buckets for slot in bucket.slots):
+                    slot.param.add_(unsent[slot.name])
+        elif self._shards is None:
+            self._unsent_to_load = unsent
+        else:
+            self._unsent_to_load = None
+            self._shards.load_unsent(unsent)
+
+    def redistribute(self, states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+        merged = super().redistribute(states, rank, world_size)
+        if self._sent_as is not None:
+            parts = [state["unsent"] for state in states]
+            merged["unsent"] = {name: sum(part[name] for part in parts) for name in parts[0]} | {EVERYONE: True}
+        return merged
 
     def after_step(self, step: int) -> None:
         """Show the gradients again, as any optimizer leaves them: the next backward adds to what is not zeroed."""
@@ -233,8 +284,8 @@ class Sharded(AllReduce):
 
     def begin_reduction(self, *, all_have_data: bool) -> None:
         """All headers are here, and no bucket is reduced yet. See [Note: when gradients are whole]."""
-        if isinstance(self.reducer, Sliced):
-            self.reducer.whole = self._shards is None or not all_have_data
+        if isinstance(self.reducer, SlicedReducer):
+            self.reducer.whole = self._shards is None or not all_have_data or self.reducer.must_be_whole(self.comm)
             if self.reducer.whole and any(slot.stashed is not None for slot in self.reducer.slots.values()):
                 raise GradSyncError(
                     "a rank ran out of data between two backwards of one step, and sharded() can't add the second to "
@@ -245,10 +296,12 @@ class Sharded(AllReduce):
         """Every bucket is reduced: exchange the flags, which lie in one rank's slice; let whole gradients be read."""
         if not all_have_data:
             self._unshard()
-        if not isinstance(self.reducer, Sliced) or self.reducer.whole:
+        if not isinstance(self.reducer, SlicedReducer) or self.reducer.whole:
             for slot in self.reducer.slots.values():
                 slot.partial = None
             return
+        if isinstance(self.reducer, SlicedCodes):
+            self._agree_on_outcome()
         flags = torch.cat([bucket.flags for bucket in self.plan.buckets])
         self.comm.all_reduce(flags, op="max").wait()
         for bucket, reduced in zip(
@@ -257,6 +310,16 @@ class Sharded(AllReduce):
             bucket.flags.copy_(reduced)
             for slot in bucket.slots:
                 slot.show_slice_only()
+
+    def _agree_on_outcome(self) -> None:
+        """Tell all ranks what each knows of its slices: whether the sums are finite, and how large the codes were."""
+        names, outcome = list(self.reducer.slots), self.reducer.outcome
+        bad = set(outcome.nonfinite)
+        known = torch.tensor([outcome.peak, *(name in bad for name in names)], dtype=torch.float64)
+        self.comm.all_reduce(known, op="max").wait()
+        peak, *are_bad = known.tolist()
+        outcome.add_peak(peak)
+        outcome.add([name for name, is_bad in zip(names, are_bad, strict=True) if is_bad], False)
 
     def agree_on_inf(self, found: Tensor) -> None:
         if self._shards is not None and any(slot.is_partial for slot in self._shards.slots()):
@@ -287,6 +350,11 @@ class Sharded(AllReduce):
     def bytes_per_step(self) -> int:
         size = self.comm.world_size
         gathered = sum((size - 1) * bucket.num_bytes // size for bucket in self.plan.buckets)
+        if self._sent_as is not None:
+            gathered = sum(
+                (size - 1) * bucket.storage.numel() // size * min(bucket.storage.itemsize, self._sent_as.itemsize)
+                for bucket in self.plan.buckets
+            )
         return super().bytes_per_step() + gathered
 
     def stats(self) -> dict[str, Any]:
@@ -315,10 +383,11 @@ class _ShardedSync(ReducerSync):
     def finish(self) -> None:
         self._begun = False
         all_have_data = self._all_have_data()
+        self.drain()
+        self._strategy.end_reduction(all_have_data=all_have_data)  # before the reducer learns whether the step counts
         super().finish()
-        self._strategy.end_reduction(all_have_data=all_have_data)
 
     def _all_have_data(self) -> bool:
         headers = self.headers(block=True)
         assert headers is not None, "it has waited for them"
-        return len(headers.with_data) == len(headers.headers)
+        return headers.all_have_data
