@@ -105,6 +105,7 @@ class Communicator(abc.ABC):
     compares_calls: bool = False  # the transport itself finds ranks whose calls differ: see checked.py
     num_hosts: int | None = None  # ``reduce_per_host`` sums within so many hosts first; None: it can't
     bucket_bytes: int | None = None  # buckets of this size suit its all-reduce; None: the strategy's own default
+    members_may_change: bool = False  # it belongs to an elastic run
     why: str = ""  # why this transport was chosen, for `gradsync info` and sync.stats()
 
     def __init__(self, rank: int, world_size: int, *, timeout_s: float, worker: Worker | None = None) -> None:
@@ -165,6 +166,34 @@ class Communicator(abc.ABC):
         """Release what the transport holds. Does not wait for peers. Safe to call twice."""
 
     # -- what a transport may override ----------------------------------------------------------------------------
+
+    def abandon(self) -> None:
+        """Leave a world that has lost a rank, or whose members change: ``close`` for a world with work under way.
+
+        Does not block and does not wait for the work. Its peers' collectives with this rank raise. A buffer that
+        ``allocate`` gave stays valid memory, but a peer that has not noticed yet may still write to it: use new ones.
+        """
+        self.close()
+
+    def reconfigure_handle(self) -> str:
+        """What names this member in the list that ``reconfigure`` takes: the same in all its worlds."""
+        raise ValueError(self._why_members_are_fixed())
+
+    def reconfigure(self, generation: str, handles: Sequence[str], *, timeout_s: float | None = None) -> Communicator:
+        """The communicator of another world, whose members are those with these handles; this one is abandoned.
+
+        Every member calls it with the same arguments, and blocks until all have come, at most ``timeout_s`` (default:
+        that of this communicator). Its rank is the place of its handle. ``generation`` names the new world, and is used
+        once. Raises :class:`gradsync.PeerLost` if a member does not come. (torch's process groups are to get the same
+        call: a handle for each member, and a list of handles for each new set of members.)
+        """
+        raise ValueError(self._why_members_are_fixed())
+
+    def _why_members_are_fixed(self) -> str:
+        return (
+            f"the {self.transport} transport can't change its members here: expected the world communicator of an "
+            "elastic run (connect_members); got another one, whose ranks stay those that it was made with."
+        )
 
     @property
     def heartbeat(self) -> Heartbeat | None:

@@ -85,3 +85,12 @@ def different_calls(calls: Sequence[str] | Mapping[int, str]) -> OutOfStep:
         f"the ranks make different calls: {listed}. Every rank must make the same calls in the same order, with "
         "tensors of the same size and dtype."
     )
+
+
+def place_of(handle: str, handles: Sequence[str]) -> int:
+    """The rank of a member in a list of handles, which must name each member once."""
+    if len(set(handles)) < len(handles):
+        raise ValueError(f"handles must name each member once; got {list(handles)}.")
+    if handle not in handles:
+        raise ValueError(f"this member's handle must be among the handles: expected {handle!r}; got {list(handles)}.")
+    return list(handles).index(handle)

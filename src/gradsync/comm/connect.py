@@ -23,6 +23,9 @@ log = logging.getLogger("gradsync")
 TRANSPORTS = ("auto", "tcp", "c10d", "shm", "hierarchical", "solo", "mpi")
 
 
+Connector = Callable[[str, float], Communicator]  # given the transport and the timeout
+
+
 class _Process:
     """This process's communicator, which all callers of ``connect`` share."""
 
@@ -30,6 +33,7 @@ class _Process:
     comm: Communicator | None = None
     timeout_s: float | None = None  # the launcher's, which overrides the script's
     finalize: Callable[[], None] | None = None  # called at exit, unless a peer was lost
+    connector: Connector | None = None  # of an elastic run: it connects in place of `connect`
 
 
 def connect(transport: str = "auto", *, timeout_s: float | None = None) -> Communicator:
@@ -61,7 +65,12 @@ def connect(transport: str = "auto", *, timeout_s: float | None = None) -> Commu
         )
     with _Process.lock:
         if _Process.comm is None:
-            _Process.comm = _connect(transport, _Process.timeout_s or timeout_s or DEFAULT_TIMEOUT_S)
+            limit_s = _Process.timeout_s or timeout_s or DEFAULT_TIMEOUT_S
+            if _Process.connector is not None:
+                _Process.comm = _Process.connector(transport, limit_s)
+                atexit.register(_leave)
+            else:
+                _Process.comm = _connect(transport, limit_s)
             log.info("%r: %s", _Process.comm, _Process.comm.why)
         comm = _Process.comm
     if transport not in ("auto", comm.transport):
@@ -110,6 +119,11 @@ def _connect_over(transport: str, timeout_s: float) -> Communicator:
         _Process.finalize = _end_torch_distributed
     # At a normal exit the other ranks must learn that this rank left in order, and did not die.
     atexit.register(_leave)
+    return over_transport(group, transport)
+
+
+def over_transport(group: C10d, transport: str) -> Communicator:
+    """The group of all ranks over this transport, or the best one for "auto". Blocks: every rank calls it."""
     # (Both calls are collective, so a rank 0 that exits soon does so after the others have connected to its heartbeat.)
     comm: Communicator = group
     if transport == "tcp":
@@ -172,6 +186,11 @@ def disconnect(*, failure: str = "") -> None:
 def _end_torch_distributed() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def use_connector(connector: Connector) -> None:
+    """Have the first ``connect`` of this process call ``connector``: for the session of an elastic run."""
+    _Process.connector = connector
 
 
 def override_timeout(timeout_s: float) -> None:

@@ -16,7 +16,12 @@ class Forwarding(Communicator):
 
     def __init__(self, inner: Communicator) -> None:
         super().__init__(inner.rank, inner.world_size, timeout_s=inner.timeout_s, worker=inner.worker)
+        self.forward_to(inner)
+
+    def forward_to(self, inner: Communicator) -> None:
+        """Forward every call to ``inner`` from now on, and have its attributes."""
         self.inner = inner
+        self.rank, self.world_size, self.timeout_s = inner.rank, inner.world_size, inner.timeout_s
         self.transport = inner.transport
         self.why = inner.why
         self.sends_used_only = inner.sends_used_only
@@ -80,5 +85,25 @@ class Forwarding(Communicator):
     def reduce_per_host(self, buffer: Tensor, index: int, exchange: HostExchange) -> Work:
         return self.inner.reduce_per_host(buffer, index, exchange)
 
+    def control_group(self) -> Communicator:
+        return self.inner.control_group()
+
+    def compare(self, largest: Tensor, what: str) -> Work:
+        return self.inner.compare(largest, what)
+
+    def check_call(self, what: str, tensor: Tensor, op: ReduceOp | None) -> None:
+        self.inner.check_call(what, tensor, op)
+
     def close(self) -> None:
         self.inner.close()
+
+    def abandon(self) -> None:
+        self.inner.abandon()
+        self.close()  # what the wrapper itself holds
+
+    def reconfigure_handle(self) -> str:
+        return self.inner.reconfigure_handle()
+
+    def reconfigure(self, generation: str, handles: Sequence[str], *, timeout_s: float | None = None) -> Communicator:
+        """The world as ``inner`` makes it. A wrapper whose new worlds are to be wrapped too overrides this."""
+        return self.inner.reconfigure(generation, handles, timeout_s=timeout_s)

@@ -217,7 +217,7 @@ def first_of_nodelist(nodes: str) -> str:
 
 
 def choose_gloo_interface(master_addr: str) -> None:
-    """Have Gloo use the interface that leads to rank 0, unless the user named one.
+    """Have Gloo use the interface that leads to rank 0 (or to the store), unless the user named one.
 
     Gloo by itself takes the address that the host's own name resolves to: on many machines the loopback, which no
     other host can reach.

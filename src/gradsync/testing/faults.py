@@ -218,10 +218,21 @@ class Faulty(Forwarding):
 
     def split(self, ranks: Sequence[int]) -> Communicator | None:
         group = self.inner.split(ranks)
-        if group is None:
-            return None
+        return None if group is None else self._wrapped(group)
+
+    def reconfigure(self, generation: str, handles: Sequence[str], *, timeout_s: float | None = None) -> Communicator:
+        return self._wrapped(self.inner.reconfigure(generation, handles, timeout_s=timeout_s))
+
+    def control_group(self) -> Communicator:
+        return self.clone()
+
+    def compare(self, largest: Tensor, what: str) -> Work:
+        return self.all_reduce(largest, op="max")
+
+    def _wrapped(self, comm: Communicator) -> Faulty:
+        """Another communicator of this rank, with the same faults."""
         wrapped = Faulty.__new__(Faulty)
-        wrapped._wrap(group, self._plan)
+        wrapped._wrap(comm, self._plan)
         return wrapped
 
     @property

@@ -23,14 +23,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from gradsync.comm.base import Communicator, ReduceOp, Work, Worker, check_op
-from gradsync.comm.checks import check_contiguous, check_exchange, check_rows, describe_call, different_calls
+from gradsync.comm.checks import (
+    check_contiguous,
+    check_exchange,
+    check_rows,
+    describe_call,
+    different_calls,
+    place_of,
+)
 from gradsync.errors import CollectiveFailed, OutOfStep, PeerLost
 
 T = TypeVar("T")
@@ -41,8 +48,9 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "ma
 class _PendingCollective:
     """A collective that some ranks have called: their tensors, and which ranks are missing."""
 
-    def __init__(self, kind: str, ranks: Sequence[int], members: Sequence[int]) -> None:
+    def __init__(self, kind: str, ranks: Sequence[int], members: Sequence[int], generation: int) -> None:
         self.kind = kind
+        self.generation = generation  # the number of the world that its group is part of
         self.calls: dict[int, str] = {}  # what each rank asked for
         self.ranks = ranks  # those of the group that take part
         self.members = members  # the rank in the world of each rank of the group
@@ -66,6 +74,7 @@ class _World:
         self.lock = threading.Lock()
         self.pending: dict[tuple[object, ...], _PendingCollective] = {}
         self.lost: dict[int, str] = {}  # by global rank
+        self.departed: dict[int, set[int]] = {}  # global ranks that have left a world for another, by its generation
         self.broken: dict[int, OutOfStep] = {}  # by group, where the ranks have made different calls
         self._groups: dict[tuple[object, ...], int] = {}
 
@@ -77,9 +86,28 @@ class _World:
     def lose(self, rank: int, reason: str) -> None:
         with self.lock:
             self.lost.setdefault(rank, reason)
-            for pending in self.pending.values():
-                if rank in pending.missing().values():
-                    pending.finished.set()  # the rank will never come: wake those that wait for it
+            self._wake_waiting_for(rank, self.pending.values())
+
+    def depart(self, rank: int, generation: int) -> None:
+        """A rank leaves a world for another one."""
+        with self.lock:
+            self.departed.setdefault(generation, set()).add(rank)
+            of_world = {key: each for key, each in self.pending.items() if each.generation == generation}
+            self._wake_waiting_for(rank, of_world.values())
+            for key, each in of_world.items():
+                if all(self.why_gone(member, generation) for member in each.members):
+                    del self.pending[key]  # nobody will come to it any more: it need not hold their tensors
+
+    def _wake_waiting_for(self, rank: int, pending: Iterable[_PendingCollective]) -> None:
+        for each in pending:
+            if rank in each.missing().values():
+                each.finished.set()  # the rank will never come
+
+    def why_gone(self, rank: int, generation: int) -> str | None:
+        """Why a rank will not come to a collective of this generation any more; None if it may come."""
+        if rank in self.departed.get(generation, ()):
+            return "it has left this world of an elastic run, for another one"
+        return self.lost.get(rank)
 
 
 class _ThreadWork(Work):
@@ -105,8 +133,8 @@ class _ThreadWork(Work):
                 raise self._pending.error
             return
         missing = self._pending.missing()
-        known = self._world.lost
-        lost = {rank: known[world_rank] for rank, world_rank in missing.items() if world_rank in known}
+        reasons = {rank: self._world.why_gone(member, self._pending.generation) for rank, member in missing.items()}
+        lost = {rank: reason for rank, reason in reasons.items() if reason is not None}
         reason = next(iter(lost.values())) if lost else f"it did not come to {self._pending.kind} in time"
         self._timed_out = PeerLost(
             rank=tuple(lost or missing), reason=reason, after_s=time.monotonic() - start, during=self._pending.kind
@@ -131,11 +159,13 @@ class Threads(Communicator):
         *,
         timeout_s: float,
         worker: Worker,
+        generation: int | None = None,
     ) -> None:
         super().__init__(rank, len(members), timeout_s=timeout_s, worker=worker)
         self.world = world
         self.members = list(members)  # global rank of each rank of this group
         self._group = group  # its number
+        self._generation = group if generation is None else generation  # the number of its world
         self._count = 0  # collectives started: the n-th calls of all ranks belong together
         self._splits = 0
         self._p2p_counts: dict[tuple[int, int], int] = {}
@@ -214,8 +244,36 @@ class Threads(Communicator):
         members = [self.members[rank] for rank in chosen]
         group = self.world.group_number(self._group, self._splits, tuple(chosen))
         return Threads(
-            self.world, members, chosen.index(self.rank), group, timeout_s=self.timeout_s, worker=self.worker
+            self.world,
+            members,
+            chosen.index(self.rank),
+            group,
+            timeout_s=self.timeout_s,
+            worker=self.worker,
+            generation=self._generation,
         )
+
+    def abandon(self) -> None:
+        """Leave this world: whoever waits for this rank in it raises."""
+        self.world.depart(self.members[self.rank], self._generation)
+
+    def reconfigure_handle(self) -> str:
+        return f"thread-{self.members[self.rank]}"
+
+    def reconfigure(self, generation: str, handles: Sequence[str], *, timeout_s: float | None = None) -> Threads:
+        """See :meth:`Communicator.reconfigure`. The members are ranks of the same :func:`run_ranks`."""
+        rank = place_of(self.reconfigure_handle(), handles)
+        if any(not handle.removeprefix("thread-").isdigit() for handle in handles):
+            raise ValueError(f"handles must be those of ranks that are threads; got {list(handles)}.")
+        members = [int(handle.removeprefix("thread-")) for handle in handles]
+        group = self.world.group_number("generation", generation, tuple(handles))
+        new = Threads(self.world, members, rank, group, timeout_s=timeout_s or self.timeout_s, worker=self.worker)
+        has_lost = not self.world.lost.keys().isdisjoint(self.members)
+        if has_lost:  # a rank may be waiting for this one in the old world
+            self.abandon()
+        new.barrier()
+        self.abandon()
+        return new
 
     def _start_collective(
         self,
@@ -254,7 +312,7 @@ class Threads(Communicator):
         with self.world.lock:
             pending = self.world.pending.get(key)
             if pending is None:
-                pending = self.world.pending[key] = _PendingCollective(kind, ranks, self.members)
+                pending = self.world.pending[key] = _PendingCollective(kind, ranks, self.members, self._generation)
             pending.contributions[self.rank] = tensors
             pending.calls[self.rank] = call
             is_last = pending.all_came
@@ -264,7 +322,9 @@ class Threads(Communicator):
                     pending.error = different_calls(dict(sorted(pending.calls.items())))
                     if "pair" not in key:
                         self.world.broken[self._group] = pending.error
-            elif self.world.lost and not self.world.lost.keys().isdisjoint(pending.missing().values()):
+            elif (self.world.lost or self._generation in self.world.departed) and any(
+                self.world.why_gone(member, self._generation) for member in pending.missing().values()
+            ):
                 pending.finished.set()
         if is_last:
             if pending.error is None:

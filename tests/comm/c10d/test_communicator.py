@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import gradsync
-from gradsync.comm.c10d import communicator as c10d
+from gradsync.comm.c10d.groups import TorchGroups
 from tests.support.ranks import run_processes
 
 LATE_S = 0.5
@@ -17,15 +17,15 @@ LATE_S = 0.5
 def join_late() -> tuple[float, float]:
     """When this rank had joined a new group, and when ``clone`` returned."""
     comm = gradsync.connect("c10d", timeout_s=30)
-    plain, joined_s = c10d._new_group, []
+    plain, joined_s = TorchGroups.make, []
 
-    def make(*args: Any) -> Any:
-        group = plain(*args)
+    def make(self: TorchGroups, *args: Any) -> Any:
+        group = plain(self, *args)
         time.sleep(LATE_S * comm.rank)
         joined_s.append(time.monotonic())
         return group
 
-    c10d._new_group = make
+    TorchGroups.make = make  # type: ignore[method-assign]
     comm.clone()
     return joined_s[0], time.monotonic()
 

@@ -159,9 +159,6 @@ class SelectedAllReduce(Forwarding):
         group = self.inner.split(ranks)
         return None if group is None else SelectedAllReduce(group, self._tables, [self._hosts[rank] for rank in ranks])
 
-    def control_group(self) -> Communicator:
-        return self.inner.control_group()
-
     def check_call(self, what: str, tensor: Tensor, op: ReduceOp | None) -> None:
         self.inner.check_call(what, tensor, op)
         if tensor.is_complex() and op not in (None, "sum") and self.algorithm_for(tensor) != NATIVE:

@@ -1,7 +1,8 @@
 """``C10d``: torch.distributed as a transport, with Gloo for CPU tensors and NCCL for CUDA ones.
 
 A heartbeat (failure/heartbeat.py) finds dead and frozen ranks, which Gloo does not name. All-to-alls of CPU tensors go
-over TCP connections of our own (tcp/mesh.py). ``connect_c10d`` joins or adopts the process group.
+over TCP connections of our own (tcp/mesh.py). ``connect_c10d`` joins or adopts the process group. groups.py says how
+groups are made.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from gradsync.comm.base import Communicator, Finished, ReduceOp, Work, Worker, check_op
+from gradsync.comm.c10d.groups import BACKENDS, Groups, TorchGroups
 from gradsync.comm.c10d.lazy_mesh import LazyMesh
 from gradsync.comm.c10d.p2p import BlockingP2PWork, P2PWork
 from gradsync.comm.checks import check_contiguous, check_exchange, check_rows
@@ -34,15 +35,8 @@ from gradsync.comm.tcp.mesh import TcpMesh
 
 WAIT_SLICE = timedelta(seconds=0.05)  # how often a blocked rank checks whether a peer is lost
 
-# Headers and objects are CPU tensors on every machine: a group needs Gloo beside the GPU's own backend.
-ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)
-# NCCL for CUDA and ROCm, XCCL for XPU; "gloo" alone where torch knows none for the device.
-DEVICE_BACKEND = dist.Backend.default_device_backend_map.get(ACCELERATOR.type) if ACCELERATOR is not None else None
-BACKENDS = f"cpu:gloo,{ACCELERATOR.type}:{DEVICE_BACKEND}" if ACCELERATOR is not None and DEVICE_BACKEND else "gloo"
-
 Launch = Callable[[dist.ProcessGroup], dist.Work | None]
 
-_naming = threading.Lock()
 _connections = itertools.count()  # how often this process has connected: the same on every rank
 
 # Tags of messages: of the user's send() and recv(), and of the algorithms in allreduce/.
@@ -98,8 +92,10 @@ class C10d(Communicator):
         timeout_s: float,
         why: str,
         worker: Worker | None = None,
+        groups: Groups | None = None,
     ) -> None:
-        super().__init__(list(members).index(dist.get_rank()), len(members), timeout_s=timeout_s, worker=worker)
+        self.groups = groups if groups is not None else TorchGroups()
+        super().__init__(list(members).index(self.groups.rank), len(members), timeout_s=timeout_s, worker=worker)
         self.why = why
         self.guard = CollectiveGuard(heartbeat, members, group.group_name, timeout_s)
         self._group: dist.ProcessGroup | None = group
@@ -107,6 +103,7 @@ class C10d(Communicator):
         self._mesh: LazyMesh | TcpMesh | None = None  # from the first all_to_all of CPU tensors on
         self._works: list[dist.Work] = []  # under way when the last one was launched
         self._works_lock = threading.Lock()  # an executor's thread starts messages too
+        self.groups.hold(group, self)
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
         check_op(op)
@@ -158,7 +155,7 @@ class C10d(Communicator):
     def _mesh_for(self, call: Call) -> LazyMesh | TcpMesh:
         """The connections to the other ranks. Does not block: see [Note: why in the background] in lazy_mesh.py."""
         if self._mesh is None:
-            store = dist.distributed_c10d._get_process_group_store(self._opened(call.what))
+            store = self.groups.store_of(self._opened(call.what))
             self._mesh = LazyMesh(self.rank, self.guard, PrefixStore("gradsync/mesh", store))
         return self._mesh
 
@@ -193,21 +190,31 @@ class C10d(Communicator):
 
     def split_as(self, kind: type[C10d], ranks: Sequence[int]) -> C10d | None:
         """A split that is a communicator of this class."""
+        self._opened("split")
         chosen = self._check_ranks(ranks)
         members = [self.guard.members[rank] for rank in chosen]
         self._splits += 1  # every rank of this group splits it, members or not: so they agree on the number
         if self.rank not in chosen:
             return None
         name = f"{self.guard.key}/{self._splits}/{'-'.join(map(str, members))}"
-        group = _new_group(members, self.timeout_s, name)
-        return _after_barrier(self._made_as(kind, group, members))
+        group = make_group(self.groups, members, name, self.guard)
+        return after_barrier(self._made_as(kind, group, members))
 
     def as_kind(self, kind: type[C10d]) -> C10d:
         """The same group as a communicator of this class, in place of this one. Blocks: every rank calls it."""
-        return _after_barrier(self._made_as(kind, self._opened("as_kind"), self.guard.members))
+        group, self._group = self._opened("as_kind"), None
+        return after_barrier(self._made_as(kind, group, self.guard.members))
 
     def _made_as(self, kind: type[C10d], group: dist.ProcessGroup, members: Sequence[int]) -> C10d:
-        return kind(group, members, self.heartbeat, timeout_s=self.timeout_s, why=self.why, worker=self.worker)
+        return kind(
+            group,
+            members,
+            self.heartbeat,
+            timeout_s=self.timeout_s,
+            why=self.why,
+            worker=self.worker,
+            groups=self.groups,
+        )
 
     @property
     def heartbeat(self) -> Heartbeat:
@@ -231,10 +238,10 @@ class C10d(Communicator):
         mesh, self._mesh = self._mesh, None
         if mesh is not None:
             mesh.close()
-        # Destroying a group waits for works under way, which a lost peer may never join: the exit ends such a group.
-        busy = any(not work.is_completed() for work in self._works)
-        if group is not None and group is not dist.group.WORLD and dist.is_initialized() and not busy:
-            dist.destroy_process_group(group)
+        with self._works_lock:
+            works, self._works = self._works, []
+        if group is not None:
+            self.groups.release(group, works, self.timeout_s)
 
     def _start_on(self, what: str, tensor: Tensor) -> Work:
         return self._start(what, tensor, lambda g: dist.all_reduce(tensor, group=g, async_op=True))
@@ -333,9 +340,11 @@ def connect_c10d(info: LaunchInfo, *, timeout_s: float, why: str) -> C10d:
     store = PrefixStore(f"gradsync/{info.attempt}", dist.distributed_c10d._get_default_store())
     addresses = [info.master_addr] if info.master_addr else [socket.gethostname(), *own_addresses(), "127.0.0.1"]
     heartbeat = Heartbeat(dist.get_rank(), len(world), store, addresses=addresses, timeout_s=timeout_s)
-    group = dist.group.WORLD if ours else _new_group(list(world), timeout_s, f"gradsync/{next(_connections)}")
+    group, groups = dist.group.WORLD, TorchGroups()
+    if not ours:
+        group = groups.make(world, f"gradsync/{next(_connections)}", timeout_s, lambda: None)
     assert isinstance(group, dist.ProcessGroup), "torch.distributed is initialised"
-    return _after_barrier(C10d(group, world, heartbeat, timeout_s=timeout_s, why=why))
+    return after_barrier(C10d(group, world, heartbeat, timeout_s=timeout_s, why=why, groups=groups))
 
 
 def _rendezvous_store(info: LaunchInfo, timeout_s: float) -> Store:
@@ -352,7 +361,7 @@ def _rendezvous_store(info: LaunchInfo, timeout_s: float) -> Store:
     return PrefixStore(f"attempt/{info.attempt}", store)
 
 
-def _after_barrier(group: C10d) -> C10d:
+def after_barrier(group: C10d) -> C10d:
     """The same group, after a barrier: all members have joined it.
 
     The members find each other through a store that rank 0's process may hold. Without the barrier rank 0 could finish
@@ -362,26 +371,10 @@ def _after_barrier(group: C10d) -> C10d:
     return group
 
 
-def _new_group(members: list[int], timeout_s: float, name: str) -> dist.ProcessGroup:
-    """A group of these ranks; only they make this call.
-
-    [Note: names of groups] Ranks find each other in the store under the group's name, so it must be the same on all
-    ranks and never be used again. torch does not accept a name: by default it counts the groups that a rank is in at
-    the moment, which differs between ranks, and a count is used again after a group was destroyed.
-    """
-    torch_names: Any = dist.distributed_c10d
-    with _naming:
-        before = torch_names._process_group_name
-        torch_names._process_group_name = lambda *_, **__: name
-        try:
-            group = dist.new_group(
-                members,
-                timeout=timedelta(seconds=timeout_s),
-                backend=BACKENDS,
-                use_local_synchronization=True,
-                sort_ranks=False,  # the caller's order is the group's
-            )
-        finally:
-            torch_names._process_group_name = before
-    assert isinstance(group, dist.ProcessGroup), "this rank is among the members"
-    return group
+def make_group(groups: Groups, members: Sequence[int], name: str, guard: CollectiveGuard) -> dist.ProcessGroup:
+    """A group of these ranks of the world that ``guard`` watches. Blocks: its members call it."""
+    call = guard.begin("connecting a group", p2p=True)
+    try:
+        return groups.make(members, name, guard.timeout_s, lambda: guard.raise_if_lost(call))
+    except RuntimeError as error:
+        guard.raise_cause(call, str(error))

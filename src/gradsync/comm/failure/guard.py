@@ -62,11 +62,15 @@ class CollectiveGuard:
         if heartbeat.rank in heartbeat.lost:
             raise self._lost(heartbeat.rank, f"the others gave this rank up: {heartbeat.lost[heartbeat.rank]}", call)
         for rank, reason in list(heartbeat.lost.items()):
-            if rank in self.members:
+            if rank in self.members or heartbeat.loss_ends_all:
                 raise self._lost(rank, reason, call)
+        if heartbeat.rank in heartbeat.left:
+            raise CollectiveFailed(f"{call.what} was under way when this rank left its world, for another one.")
         for rank, progress in list(heartbeat.left.items()):
             count, last = progress.groups.get(self.key, (0, "nothing"))
             if rank in self.members and count < call.number:
+                if heartbeat.loss_ends_all:  # it is not declared lost: the others are about to leave too
+                    raise self._lost(rank, "it has left this world of an elastic run, for another one", call)
                 reason = (
                     f"it has finished and left (it was at {progress.note or last}; this rank is at "
                     f"{heartbeat.progress.note or call.what}). Do the ranks have different numbers of batches? "

@@ -33,6 +33,7 @@ from gradsync.comm.tcp.handshake import Acceptor, connect_to, listen, new_secret
 HUB = 0
 MAX_LINE_BYTES = 1 << 20
 CONNECT_TIMEOUT_S = 30.0
+END_S = 2.0  # how long close() waits for the thread, which may be sending to a rank that does not read
 
 
 class Store(Protocol):
@@ -66,14 +67,28 @@ class Progress:
 class Heartbeat:
     """One rank's end of the heartbeat connection. A daemon thread reads and writes it.
 
-    The constructor blocks until rank 0 answers, at most ``CONNECT_TIMEOUT_S``; no method blocks for longer than
+    The constructor blocks until rank 0 answers, at most ``connect_timeout_s``; no method blocks for longer than
     ``ask_progress`` does, about a second.
+
+    ``loss_ends_all``: a lost rank ends the collectives of all groups, also of those that it is not in. So it is in an
+    elastic run: the survivors discard the step, and none of them may wait for one that has already done so.
     """
 
-    def __init__(self, rank: int, world_size: int, store: Store, *, addresses: Iterable[str], timeout_s: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: Store,
+        *,
+        addresses: Iterable[str],
+        timeout_s: float,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        loss_ends_all: bool = False,
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.timeout_s = timeout_s
+        self.loss_ends_all = loss_ends_all
         self.progress = Progress()
         self.lost: dict[int, str] = {}  # rank -> reason; the first verdict's ranks come first
         self.left: dict[int, Progress] = {}  # rank -> its progress when it left in order
@@ -83,6 +98,8 @@ class Heartbeat:
         self._lock = threading.Lock()
         self._closed = False
         self._selector = selectors.DefaultSelector()
+        self._wake, self._waker = socket.socketpair()  # close() wakes the thread
+        self._selector.register(self._wake, selectors.EVENT_READ, None)
         self._peers: dict[int, _JsonConnection] = {}  # on the hub: every other rank; elsewhere: the hub
         self._acceptor: Acceptor | None = None
         if rank == HUB:
@@ -94,12 +111,15 @@ class Heartbeat:
             self._selector.register(self._acceptor, selectors.EVENT_READ, None)
             store.set("heartbeat", json.dumps(endpoint))
         else:
-            self._add(_JsonConnection(HUB, _connect_to_hub(json.loads(store.get("heartbeat")), rank)))
+            try:
+                endpoint = json.loads(store.get("heartbeat"))
+                self._add(_JsonConnection(HUB, _connect_to_hub(endpoint, rank, connect_timeout_s)))
+            except BaseException:
+                self._close_connections()
+                raise
         self._thread = threading.Thread(target=self._run, name="gradsync-heartbeat", daemon=True)
         self._thread.start()
-        # A forked child (a DataLoader worker) would hold the connection open after this process is dead.
-        reference = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _close_in_child(reference))
+        _open_heartbeats.add(self)
 
     # -- called by communicators and their guards ----------------------------------------------------------------
 
@@ -120,7 +140,10 @@ class Heartbeat:
         return dict(self._answers)
 
     def close(self, failure: str = "") -> None:
-        """Leave in order, so that the other ranks do not take this one for dead. ``failure``: why it ends early."""
+        """Leave in order, so that the other ranks do not take this one for dead. ``failure``: why it ends early.
+
+        Its thread has ended when this returns. In an elastic run, collectives that other threads still wait for raise.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -129,19 +152,28 @@ class Heartbeat:
             if (callback := reference()) is not None:
                 callback()
         self._send_to_all({"bye": self.progress.as_json(), "rank": self.rank, "failure": failure})
+        if self.loss_ends_all:
+            self.left[self.rank] = self.progress
+        with contextlib.suppress(OSError):
+            self._waker.send(b"\0")
+        if threading.current_thread() is not self._thread:
+            self._thread.join(END_S)
         self._close_connections()
+        _open_heartbeats.discard(self)
 
     # -- the thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         next_beat = time.monotonic()
-        while not self._closed:
+        while True:
             limit_s = self._beat_s / 2
             if self._acceptor is not None:
                 limit_s = min(limit_s, self._acceptor.max_idle_s)
             try:
                 events = self._selector.select(timeout=limit_s)
-            except (OSError, ValueError):  # close() has closed it meanwhile
+            except (OSError, ValueError):  # closed, in a forked child
+                return
+            if self._closed:
                 return
             for key, _ in events:
                 if key.data is not None:
@@ -241,6 +273,8 @@ class Heartbeat:
         if self._acceptor is not None:
             self._acceptor.close()
         self._selector.close()
+        self._wake.close()
+        self._waker.close()
 
 
 class _JsonConnection:
@@ -281,10 +315,10 @@ class _JsonConnection:
         return messages if all(isinstance(message, dict) for message in messages) else None
 
 
-def _connect_to_hub(endpoint: dict[str, Any], rank: int) -> socket.socket:
+def _connect_to_hub(endpoint: dict[str, Any], rank: int, timeout_s: float) -> socket.socket:
     """Connect to the hub at the first of its addresses that answers."""
     hosts, port, secret = list(dict.fromkeys(endpoint["hosts"])), endpoint["port"], endpoint["secret"].encode()
-    end = time.monotonic() + CONNECT_TIMEOUT_S
+    end = time.monotonic() + timeout_s
     error: OSError | None = None
     while time.monotonic() < end:
         for host in hosts:
@@ -293,11 +327,17 @@ def _connect_to_hub(endpoint: dict[str, Any], rank: int) -> socket.socket:
             except OSError as failed:
                 error = failed
         time.sleep(0.1)
-    raise ConnectionError(f"rank 0's heartbeat did not answer at {hosts} port {port} in {CONNECT_TIMEOUT_S} s: {error}")
+    raise ConnectionError(f"rank 0's heartbeat did not answer at {hosts} port {port} in {timeout_s} s: {error}")
 
 
-def _close_in_child(reference: weakref.ref[Heartbeat]) -> None:
-    heartbeat = reference()
-    if heartbeat is not None:
+_open_heartbeats: weakref.WeakSet[Heartbeat] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """In a forked child (a DataLoader's worker), which would keep the connections open after its parent has died."""
+    for heartbeat in list(_open_heartbeats):
         heartbeat._closed = True
         heartbeat._close_connections()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

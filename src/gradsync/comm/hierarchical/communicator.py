@@ -103,6 +103,7 @@ class Hierarchical(Communicator):
         self._staging = StagingRing(self._up if len(self._ranks) > 1 else None)
         self._pipeline = Pipeline(self._guard, self._up, self._down)
         base.heartbeat.before_leaving.append(weakref.WeakMethod(self._pipeline.retract_pending))
+        base.groups.register(self)
 
     def _connect_host(self) -> Shm | None:
         found = None

@@ -244,6 +244,12 @@ class Mpi(Communicator):
         self.heartbeat.progress.note = place
         self.heartbeat.progress.step = step
 
+    def _why_members_are_fixed(self) -> str:
+        return (
+            "the mpi transport can't change its members: MPI ends all ranks when one of them dies. "
+            "Start an elastic run with `gradsync run --elastic`, over another transport."
+        )
+
     def close(self) -> None:
         """Leave the group. MPI can't free a group with work under way or a lost peer: that one is kept until exit."""
         if self.heartbeat.lost:

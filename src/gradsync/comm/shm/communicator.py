@@ -101,6 +101,7 @@ class Shm(Communicator):
         self._broken: OutOfStep | None = None  # the ranks made different calls: nothing can follow
         self._lost = base.heartbeat.lost  # fills when a peer is declared lost, or this rank is by the others
         base.heartbeat.before_leaving.append(weakref.WeakMethod(self._retract_pending))
+        base.groups.register(self)
 
     # -- collectives ----------------------------------------------------------------------------------------------
 
