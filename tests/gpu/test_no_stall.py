@@ -118,6 +118,7 @@ def walk_reducer(
         for bucket in plan.buckets:
             bucket.begin_step()
             bucket.loss_scale, bucket.may_overflow = (8.0, True) if scaled else (1.0, False)
+            bucket.may_roll_back = bucket.may_overflow
             for slot in bucket.slots:
                 slot.param.grad = torch.zeros_like(slot.param)
                 slot.place(0.25)

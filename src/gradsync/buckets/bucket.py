@@ -71,6 +71,7 @@ class Bucket:
         self.factor = 1.0  # scales this rank's gradients to its share of the mean
         self.loss_scale = 1.0  # the factor of the GradScaler in them
         self.may_overflow = False  # a GradScaler looks for inf among them
+        self.may_roll_back = False  # the step may be undone: reducers write their new state to second copies
         self.missing = len(self.slots)  # slots whose gradient of the current backward has not arrived
         self.launched = False
 

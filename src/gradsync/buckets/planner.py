@@ -24,7 +24,10 @@ Agreement = Callable[[int], None]
 
 
 class Planner:
-    """Owns the current plan and its slots. ``sliced``: every bucket can be cut into equal slices, one for each rank."""
+    """Owns the current plan and its slots. ``sliced``: every bucket can be cut into equal slices, one for each rank.
+
+    ``plan``: the state of another rank's planner, to begin with its layout.
+    """
 
     def __init__(
         self,
@@ -36,12 +39,14 @@ class Planner:
         first_bucket_bytes: int,
         bucketed: bool,
         sliced: bool = False,
+        plan: Mapping[str, Any] | None = None,
     ) -> None:
         self._params = params
         self._comm = comm
+        self._sliced = sliced
         self._multiple_of = comm.world_size * SLICE_ALIGN if sliced else 1
         self._sparse = set(sparse)
-        self._bucket_bytes = bucket_bytes
+        self.bucket_bytes = bucket_bytes
         self._first_bucket_bytes = first_bucket_bytes
         self._trainable = self._trainable_now()
         self.ready_order: list[str] | None = []  # as gradients come, in the first round; None once the plan follows it
@@ -49,7 +54,13 @@ class Planner:
         self._seen: list[Any] = []  # the model that the plan was made for: see `_model_layout`
         # Autograd runs about backwards through the model: until it has shown the real order, this is the best guess.
         guess = [name for name, on in reversed(self._trainable.items()) if on]
-        self._install(self._layout(guess) if bucketed else None)
+        if plan is not None:
+            self._check_layout(plan["layout"])
+            self.bucket_bytes = plan["bucket_bytes"]
+            self.ready_order = None if plan["planned"] else []
+            self._install(plan["layout"])
+        else:
+            self._install(self._layout(guess) if bucketed else None)
 
     def _install(self, layout: Layout | None, allocator: Allocator | None = None) -> None:
         """Make buckets of this layout, and move into them what the old slots hold. Blocks: all ranks call it.
@@ -96,13 +107,13 @@ class Planner:
         make them. So the new plan's fingerprint is exchanged first, in place of the header that the other ranks then
         send: all ranks find the difference there, instead of waiting for each other.
         """
-        wanted_bytes = bucket_bytes or self._bucket_bytes
-        if self._model_layout() == self._seen and bucketed == self.bucketed and wanted_bytes == self._bucket_bytes:
+        wanted_bytes = bucket_bytes or self.bucket_bytes
+        if self._model_layout() == self._seen and bucketed == self.bucketed and wanted_bytes == self.bucket_bytes:
             return False
         displaced = any(slot.is_displaced() for slot in self.slots.values() if isinstance(slot, Slot))
         trainable = self._trainable_now()
         if mid_window:
-            bucketed, wanted_bytes = self.bucketed, self._bucket_bytes
+            bucketed, wanted_bytes = self.bucketed, self.bucket_bytes
             trainable = {name: on or self._trainable[name] for name, on in trainable.items()}
         refreshed = displaced and self._strides_now() == self._strides
         if refreshed:
@@ -111,7 +122,7 @@ class Planner:
             self._install(self.plan.layout, _SameMemory(self.plan))
             displaced = False
         changed = displaced or bucketed != self.bucketed
-        changed |= (trainable, wanted_bytes) != (self._trainable, self._bucket_bytes)
+        changed |= (trainable, wanted_bytes) != (self._trainable, self.bucket_bytes)
         if changed:
             changed = self._plan_anew(trainable, wanted_bytes, bucketed=bucketed, displaced=displaced, agree=agree)
         self._seen = [] if mid_window else self._model_layout()
@@ -123,8 +134,8 @@ class Planner:
         known = [name for names in self.plan.layout for name in names if trainable[name]]
         fresh = [name for name, on in reversed(trainable.items()) if on and name not in known]
         before = (self._trainable, self.bucketed, self.plan.layout)
-        as_it_is = (trainable, bucket_bytes, True) == (self._trainable, self._bucket_bytes, self.bucketed)
-        self._trainable, self._bucket_bytes = trainable, bucket_bytes
+        as_it_is = (trainable, bucket_bytes, True) == (self._trainable, self.bucket_bytes, self.bucketed)
+        self._trainable, self.bucket_bytes = trainable, bucket_bytes
         layout = None if not bucketed else self.plan.layout if as_it_is else self._layout([*fresh, *known])
         if not displaced and before == (trainable, bucketed, layout):
             return False  # other sizes, the same buckets
@@ -142,7 +153,7 @@ class Planner:
         for name, param in self._params.items():
             state = "trained" if self._trainable[name] else "frozen"
             lines[f"parameter {name}"] = f"{state}, {param.dtype}, strides {param.stride()}"
-        return lines | {"bucket layout": str(self.plan.layout), "bucket_bytes": str(self._bucket_bytes)}
+        return lines | {"bucket layout": str(self.plan.layout), "bucket_bytes": str(self.bucket_bytes)}
 
     def _model_layout(self) -> list[Any]:
         """Everything of the model that a plan depends on."""
@@ -175,19 +186,32 @@ class Planner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Lay the buckets out as they were saved; gradients that were in none then are in none now."""
         layout = state["layout"]
-        if layout is not None:
-            expected = {name for name, on in self._trainable.items() if on and name not in self._sparse}
-            got = {name for names in layout for name in names}
-            if expected != got:
-                odd = sorted(expected ^ got)[0]
-                where = "the saved state" if odd in got else "this model's trainable parameters"
-                raise ValueError(
-                    f"the state is of another model: {odd!r} is only in {where}. Load it into the same model."
-                )
+        self._check_layout(layout)
         for slot in self.slots.values():
             slot.forget()  # gradients that were accumulated before the load are dropped
         self.ready_order = None if state["planned"] else []
         self._install(layout)
+
+    def _check_layout(self, layout: Layout | None) -> None:
+        if layout is None:
+            return
+        expected = {name for name, on in self._trainable.items() if on and name not in self._sparse}
+        got = {name for names in layout for name in names}
+        if expected != got:
+            odd = sorted(expected ^ got)[0]
+            where = "the saved state" if odd in got else "this model's trainable parameters"
+            raise ValueError(f"the state is of another model: {odd!r} is only in {where}. Load it into the same model.")
+
+    def move_to(self, comm: Communicator, plan: Mapping[str, Any] | None) -> None:
+        """Make the buckets anew on another communicator; ``plan``: another rank's, whose layout they take over.
+
+        Blocks: all ranks call it. What the slots hold is dropped.
+        """
+        self._comm = comm
+        self._multiple_of = comm.world_size * SLICE_ALIGN if self._sliced else 1
+        if plan is not None:
+            self.bucket_bytes = plan["bucket_bytes"]
+        self.load_state_dict(self.state_dict() if plan is None else plan)
 
     def _strides_now(self) -> list[tuple[int, ...]]:
         return [param.stride() for param in self._params.values()]
@@ -197,7 +221,7 @@ class Planner:
 
     def _layout(self, ready_order: Sequence[str]) -> Layout:
         params = [(name, self._params[name]) for name in ready_order if name not in self._sparse]
-        return plan_buckets(params, cap_bytes=self._bucket_bytes, first_cap_bytes=self._first_bucket_bytes)
+        return plan_buckets(params, cap_bytes=self.bucket_bytes, first_cap_bytes=self._first_bucket_bytes)
 
 
 class _SameMemory:

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Iterator
 
 from gradsync.buckets.bucket import Bucket
-from gradsync.comm.base import Communicator
+from gradsync.comm.base import Communicator, Work
 from gradsync.profiling.interface import NOT_RECORDING, Recording
 from gradsync.reducers.base import Driver, Reducer
 
 POLL_S = 0.001  # while no bucket is ready: how often to check whether a collective has finished
+
+
+class _Abandoned(Exception):
+    """The backward was abandoned: its thread must not run a reducer any more."""
 
 
 class BackgroundDriver(Driver):
@@ -30,10 +35,11 @@ class BackgroundDriver(Driver):
     ) -> None:
         super().__init__(reducer, comm, num_buckets, recorder)
         self._num_buckets = num_buckets
-        self._num_stages = reducer.stages_on(comm)
         self._ready_queue: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self._computing = threading.Lock()  # held while a reducer runs: between two collectives, never in a wait
+        self._is_abandoned = False
 
     def add(self, bucket: Bucket) -> None:
         if self._thread is None:
@@ -54,7 +60,24 @@ class BackgroundDriver(Driver):
             raise self._error
 
     def abandon(self) -> None:
+        """See ``Driver.abandon``. The thread may be in a wait for a peer still: it ends after that."""
         self._ready_queue.put(None)
+        with self._computing:
+            self._is_abandoned = True
+
+    def _resume(self, index: int, generator: Iterator[Work]) -> Work:
+        with self._computing:
+            self._check_abandoned()
+            return super()._resume(index, generator)
+
+    def _run_to_end(self, index: int, generator: Iterator[Work]) -> None:
+        with self._computing:
+            self._check_abandoned()
+            super()._run_to_end(index, generator)
+
+    def _check_abandoned(self) -> None:
+        if self._is_abandoned:
+            raise _Abandoned
 
     def _run(self) -> None:
         self._recorder.background_thread_started()
@@ -69,6 +92,7 @@ class BackgroundDriver(Driver):
                     work.wait()
                     work = self._resume(index, generator)
                 self._running[index] = (generator, work)
+                self.sent.add(index)
             while self._running:
                 self._finish(next(iter(self._running)))
         except BaseException as error:  # raised again by drain()

@@ -10,7 +10,7 @@ collectives after it, but never changes their order.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -75,6 +75,22 @@ class Reducer(abc.ABC):
         Called after all buckets of the backward are reduced, and before those of the next one.
         """
         self.outcome = StepOutcome()
+
+    def discard(self) -> None:
+        """Drop what a backward that did not end has changed. Its buckets ``may_roll_back``; no thread reduces any more.
+
+        ``state_dict()`` is then bit for bit what it was before the backward began.
+        """
+        self.outcome = StepOutcome()
+
+    def accept(self, shared: dict[str, Any], unsent: Collection[str]) -> list[str]:
+        """Commit a backward that has not ended here, but on another rank. ``shared``: that rank's state without "own".
+
+        ``unsent``: parameters of which this rank has not started all collectives. Returns those of them that had a
+        residual: it is dropped.
+        """
+        self.discard()
+        return []
 
     @abc.abstractmethod
     def reduce(self, bucket: Bucket, comm: Communicator) -> Iterator[Work]:
@@ -144,8 +160,9 @@ class Driver:
         self._comm = comm
         self._recorder = recorder
         self._polls = comm.num_hosts is not None  # its works go through stages, which only calls start
-        num_stages = reducer.stages_on(comm)
-        pairs = [(bucket, stage) for bucket in range(num_buckets) for stage in range(num_stages)]
+        self._num_stages = reducer.stages_on(comm)
+        self.sent: set[int] = set()  # the indices of the buckets of which all collectives were started
+        pairs = [(bucket, stage) for bucket in range(num_buckets) for stage in range(self._num_stages)]
         self._sequence = sorted(pairs, key=lambda pair: (pair[0] + pair[1], pair[1]))
         self._next = 0
         self._running: dict[int, tuple[Iterator[Work], Work]] = {}
@@ -173,7 +190,7 @@ class Driver:
             self._finish(index)
 
     def abandon(self) -> None:
-        """Drop the running reducers: the backward was abandoned."""
+        """Drop the running reducers: the backward was abandoned. When it returns, none of them runs any more."""
         self._running.clear()
 
     def _start(self, *, block: bool) -> bool:
@@ -188,6 +205,8 @@ class Driver:
                 return False
             work.wait()
         self._running[index] = (generator, self._resume(index, generator))
+        if stage == self._num_stages - 1:
+            self.sent.add(index)
         return True
 
     def _resume(self, index: int, generator: Iterator[Work]) -> Work:
@@ -201,6 +220,9 @@ class Driver:
         """Wait for a bucket's last collective, and run the code after the reducer's last yield."""
         generator, work = self._running.pop(index)
         work.wait()
+        self._run_to_end(index, generator)
+
+    def _run_to_end(self, index: int, generator: Iterator[Work]) -> None:
         self._recorder.reducer_resumed(index)
         rest = next(generator, None)
         self._recorder.reducer_paused()

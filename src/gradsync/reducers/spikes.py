@@ -53,6 +53,12 @@ class TypicalMagnitude:
         self.magnitude *= GROWTH
         return bound
 
+    def follow(self, magnitude: float) -> float | None:
+        """Take over the estimate of a rank that has observed one step more. Returns what ``observe`` would."""
+        bound = BOUND * self.magnitude if magnitude == GROWTH * self.magnitude > 0.0 else None
+        self.magnitude = magnitude
+        return bound
+
 
 def peak_magnitude(views: Sequence[Tensor]) -> float:
     """The largest magnitude in several tensors; NaN or inf if there is one. Blocks for those on a GPU."""

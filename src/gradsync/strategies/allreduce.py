@@ -62,6 +62,12 @@ class AllReduce(Strategy):
     def gradient_sync(self, step: int) -> GradientSync:
         return self.sync
 
+    def discard_step(self) -> None:
+        self.sync.discard()
+
+    def accept_step(self, shared: dict[str, Any]) -> list[str]:
+        return self.sync.accept(shared["reducer"])
+
     def close(self) -> None:
         self.sync.abandon()
 

@@ -21,7 +21,7 @@ from gradsync.comm.allreduce.autotune import autotune, hosts_of
 from gradsync.comm.allreduce.selector import SelectedAllReduce
 from gradsync.comm.allreduce.table import FORMAT, Table, parse_tables
 from gradsync.comm.base import Communicator
-from gradsync.comm.objects import broadcast_object
+from gradsync.comm.objects import all_gather_object, broadcast_object
 from gradsync.comm.topology import ranks_by_host
 from gradsync.profiling.interface import NOT_RECORDING, Recording
 from gradsync.replicas.header import Header, StepHeaders
@@ -57,6 +57,10 @@ class _StepTimer:
         if {"backward_start", "ready", "backward_end", "step_end"} <= set(self._now):
             self.steps.append(self._now)
         self._now, self._began_s = {}, time.perf_counter()
+
+    def drop_step(self) -> None:
+        """The step was interrupted: the time of what is left of it tells nothing."""
+        self._now, self._began_s = {}, None
 
     def median(self, what: str) -> float:
         return float(statistics.median(step[what] for step in self.steps))
@@ -120,7 +124,11 @@ class Auto(Strategy):
         self._timer.end_step()
         # A rank without data takes part in backwards, but not in steps: it would be missing in _decide().
         if step >= WARM_UP_STEPS + self.steps and self._timer.steps and self._all_have_data:
-            self._decide()
+            try:
+                self._decide()
+            except BaseException:  # a lost peer: the others may go on, and decide later
+                self._decided, self._table, self._wrapped = False, None, None
+                raise
 
     def _decide(self) -> None:
         """Measure, ask the advisor, and switch. Blocks: all ranks call it after the same step."""
@@ -223,7 +231,11 @@ class Auto(Strategy):
             strategy.setup(training)  # so that it refuses what it can't do now, and not in the middle of a run
 
     def attach(self, plan: BucketPlan, comm: Communicator) -> None:
-        if self._table is not None and not isinstance(comm, SelectedAllReduce):
+        if isinstance(comm, SelectedAllReduce):
+            pass  # it chooses its own algorithms
+        elif self._wrapped is not None and self._wrapped.inner is not comm:
+            self._table = self._wrapped = None  # measured between other ranks
+        elif self._table is not None:
             comm = self._wrapped = self._wrapped or SelectedAllReduce(comm, [self._table], hosts_of(comm))
         if not self._decided:
             self._timer.steps.clear()  # they were measured with other buckets
@@ -256,6 +268,33 @@ class Auto(Strategy):
     def skipped_step(self, step: int) -> None:
         self._inner.skipped_step(step)
         self._timer.end_step()
+
+    def elastic_obstacle(self) -> str:
+        possible = [self._inner] if self._decided or isinstance(self._allow, str) else [self._inner, *self._allow]
+        found = ((strategy, strategy.elastic_obstacle()) for strategy in possible)
+        return next((f"{spec.render(strategy)}: {obstacle}" for strategy, obstacle in found if obstacle), "")
+
+    def discard_step(self) -> None:
+        self._inner.discard_step()
+        self._timer.drop_step()
+
+    def accept_step(self, shared: dict[str, Any]) -> list[str]:
+        self._timer.drop_step()
+        return self._inner.accept_step(shared["inner"])
+
+    def retry_exchange(self) -> None:
+        """Also agree on the decision: some ranks may have switched when a lost peer interrupted the others."""
+        decision = [spec.render(self._inner), self._why, self.wanted_bucket_bytes] if self._decided else None
+        decisions = [each for each in all_gather_object(self.comm, decision) if each is not None]
+        if decisions and not self._decided:
+            strategy, self._why, bucket_bytes = decisions[0]
+            if strategy != spec.render(self._inner):
+                self._switch(strategy, None)
+            self._decided, self.wanted_bucket_bytes = True, bucket_bytes
+        self._inner.retry_exchange()
+
+    def shared_state(self) -> dict[str, Any]:
+        return {"inner": self._inner.shared_state()}
 
     def settle(self) -> None:
         self._inner.settle()

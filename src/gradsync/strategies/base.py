@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,7 +71,11 @@ class Strategy(abc.ABC):
         """
 
     def attach(self, plan: BucketPlan, comm: Communicator) -> None:
-        """Take the plan (again after it has changed) and a communicator of its own."""
+        """Take the plan and a communicator of its own; again after the plan has changed, or the ranks.
+
+        What this rank keeps for itself stays, by parameter name: residuals are shares of a mean, and right for any
+        number of ranks. What depends on who the ranks are, such as buffers, is made anew.
+        """
         self.plan = plan
         self.comm = comm
 
@@ -107,6 +111,34 @@ class Strategy(abc.ABC):
     def skipped_step(self, step: int) -> None:
         """A ``GradScaler`` found inf, on this rank at least, and skipped the step: ``before_step`` was not called."""
         self.after_step(step)
+
+    # -- a lost peer: see [Note: a backward is undone or kept] in gradient_sync.py ---------------------------------
+
+    def elastic_obstacle(self) -> str:
+        """Why workers can't leave and join while it runs; empty if they can."""
+        if self.gradient_sync(0) is not None and type(self).discard_step is Strategy.discard_step:
+            return f"{type(self).__name__} has a gradient sync, and no discard_step() that undoes a backward of it"
+        return ""
+
+    def discard_step(self) -> None:  # noqa: B027 - a strategy without a gradient sync has nothing to undo
+        """Undo what a backward, or an exchange, that a lost peer has interrupted did here. Does not wait for peers.
+
+        ``attach`` with another communicator comes next.
+        """
+
+    def accept_step(self, shared: dict[str, Any]) -> list[str]:
+        """Keep a backward that was interrupted here, and has ended on another rank, whose ``shared_state()`` is given.
+
+        Returns the parameters whose residual could not be kept. ``attach`` comes next, as after ``discard_step``.
+        """
+        return []
+
+    def retry_exchange(self) -> None:  # noqa: B027 - an interrupted backward is run again by the training loop
+        """After ``attach`` with other ranks: do what was interrupted outside of backwards again. All ranks call it."""
+
+    def shared_state(self) -> dict[str, Any]:
+        """The part of ``state_dict()`` that is the same on every rank."""
+        return _shared_part(self.state_dict(), (), self.placement)
 
     def settle(self) -> None:  # noqa: B027 - replicas that are always in step are settled
         """Bring the replicas together now, whatever is pending. All ranks call it. Blocks."""
@@ -171,6 +203,19 @@ class Strategy(abc.ABC):
 
 
 spec.declare("strategy", Strategy)
+
+
+def _shared_part(
+    tree: Mapping[str, Any], path: tuple[str, ...], place: Callable[[tuple[str, ...]], Placement]
+) -> dict[str, Any]:
+    shared: dict[str, Any] = {}
+    for key, value in tree.items():
+        placement = place((*path, key))
+        if isinstance(value, Mapping) and placement is not Placement.VARYING:
+            shared[key] = _shared_part(value, (*path, key), place)
+        elif placement is Placement.SHARED:
+            shared[key] = value
+    return shared
 
 
 def reducer_placement(path: tuple[str, ...]) -> Placement:

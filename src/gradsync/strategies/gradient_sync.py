@@ -25,7 +25,12 @@ class GradientSync(abc.ABC):
     """Averages the gradients of one synchronizing backward after the other.
 
     The engine calls ``begin_step`` at the first gradient, ``launch`` for every bucket in plan order, ``advance`` as
-    often as it likes in between, ``reduce_sparse`` where the model has sparse gradients, and ``finish``.
+    often as it likes in between, ``reduce_sparse`` where the model has sparse gradients, ``finish``, and ``end_step``.
+
+    [Note: a backward is undone or kept] A lost peer may interrupt a backward anywhere between ``begin_step`` and
+    ``end_step``. ``discard`` then undoes it: the state is bit for bit what it was before. If another rank has ended the
+    backward, this one keeps it instead, by ``accept``. Both need buckets that ``may_roll_back``. A communicator that
+    has lost a peer may still write to the tensors that it was given, so ``attach`` comes before the next backward.
     """
 
     @abc.abstractmethod
@@ -52,6 +57,23 @@ class GradientSync(abc.ABC):
     def finish(self) -> None:
         """Wait until every bucket holds the mean."""
 
+    def end_step(self) -> None:  # noqa: B027 - where nothing is kept, nothing is committed
+        """The backward has ended on this rank, with all that follows ``finish``: ``discard`` no longer undoes it."""
+
+    def discard(self) -> None:  # noqa: B027 - where nothing is kept, nothing is dropped
+        """Undo a backward that has not ended: see [Note: a backward is undone or kept]. Does not wait for peers.
+
+        When it returns, no thread of that backward reads or writes this rank's state any more.
+        """
+
+    def accept(self, shared: dict[str, Any]) -> list[str]:
+        """Keep a backward that has not ended here, but on another rank: ``shared`` is the shared state of that rank.
+
+        The other rank has received all that this one has sent, so this rank's residuals are those of the new state.
+        Returns the parameters whose residual is dropped instead: there this rank has not sent everything.
+        """
+        return []
+
 
 class ReducerSync(GradientSync):
     """Exchanges the header and reduces every bucket by ``reducer``. ``attach`` comes before the first step."""
@@ -62,6 +84,7 @@ class ReducerSync(GradientSync):
         self._exchange: HeaderExchange | None = None
         self._driver: Driver | None = None
         self._settled = True  # the reducer knows the outcome of the last step
+        self._ended = True  # no backward is between begin_step() and end_step()
 
     def attach(self, plan: BucketPlan, comm: Communicator, recorder: Recording) -> None:
         """Take the plan (again after it has changed) and attach the reducer to it."""
@@ -74,12 +97,12 @@ class ReducerSync(GradientSync):
     def settle(self) -> None:
         """End the last step: the reducer commits its changes, or drops them if a mean was not finite.
 
-        On a CPU this is a part of ``finish``. On a GPU it comes at the first gradient of the next step, or when the
+        On a CPU this is a part of ``end_step``. On a GPU it comes at the first gradient of the next step, or when the
         state is saved: see [Note: read one step later] in comm/readback.py. Blocks until the GPU has passed the step.
         """
         if self._settled:
             return
-        self._settled = True
+        self._settled = self._ended = True
         nonfinite = self.reducer.nonfinite
         self.reducer.end_step(finite=not nonfinite)
         if nonfinite and not any(bucket.may_overflow for bucket in self.plan.buckets):
@@ -108,10 +131,28 @@ class ReducerSync(GradientSync):
             self._driver.abandon()
             self._driver = None
 
+    def discard(self) -> None:
+        self.abandon()
+        self._exchange = None
+        if not self._ended:
+            self._settled = self._ended = True
+            self.reducer.discard()
+
+    def accept(self, shared: dict[str, Any]) -> list[str]:
+        if self._ended:
+            return []
+        sent = range(len(self.plan.buckets)) if self._driver is None else self._driver.sent
+        unsent = [slot.name for bucket in self.plan.buckets if bucket.index not in sent for slot in bucket.slots]
+        self.abandon()
+        self._exchange = None
+        self._settled = self._ended = True
+        return self.reducer.accept(shared, unsent)
+
     def begin_step(self, header: Header) -> None:
         self.abandon()
         self._exchange = HeaderExchange(header, self._comm)
         self.settle()
+        self._ended = False
         on_cpu = all(bucket.device.type == "cpu" for bucket in self.plan.buckets)
         num_buckets = len(self.plan.buckets)
         self._driver = make_driver(self.reducer, self._comm, num_buckets, on_cpu=on_cpu, recorder=self.recorder)
@@ -142,10 +183,15 @@ class ReducerSync(GradientSync):
         self.drain()
         self._driver = self._exchange = None
         self._settled = False
+        if not self.reducer.outcome.is_known:
+            self.reducer.outcome.start_reading()
+        elif self.reducer.nonfinite:
+            self.settle()
+
+    def end_step(self) -> None:
+        self._ended = True
         if self.reducer.outcome.is_known:
             self.settle()
-        else:
-            self.reducer.outcome.start_reading()
 
 
 class ForwardingSync(GradientSync):
@@ -171,3 +217,12 @@ class ForwardingSync(GradientSync):
 
     def finish(self) -> None:
         self.inner.finish()
+
+    def end_step(self) -> None:
+        self.inner.end_step()
+
+    def discard(self) -> None:
+        self.inner.discard()
+
+    def accept(self, shared: dict[str, Any]) -> list[str]:
+        return self.inner.accept(shared)

@@ -99,6 +99,9 @@ class Hogwild(Local):
         self.settle()
         return None  # the parameters are the same memory, and each rank's optimizer state is its own
 
+    def elastic_obstacle(self) -> str:
+        return "its memory is shared by the workers of the start, who go on by themselves if one dies: use --keep-going"
+
     def stats(self) -> dict[str, Any]:
         """``staleness``: updates by other ranks between this rank's update and its next. ``updates``: by rank."""
         num = self._staleness_counts.total()

@@ -101,6 +101,18 @@ class OneBitAdam(AllReduce):
     def codecs(self) -> dict[str, str]:
         return self._current_sync().reducer.codecs()
 
+    def discard_step(self) -> None:
+        super().discard_step()
+        self._momentum_sync.discard()
+
+    def accept_step(self, shared: dict[str, Any]) -> list[str]:
+        self._variance_steps = dict(shared["settled"])
+        self.sync.discard()  # the means of the warm-up leave nothing behind
+        return self._momentum_sync.accept(shared["reducer"])
+
+    def shared_state(self) -> dict[str, Any]:
+        return {**super().shared_state(), "settled": dict(self._variance_steps)}
+
     def close(self) -> None:
         super().close()
         self._momentum_sync.abandon()

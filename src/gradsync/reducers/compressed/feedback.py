@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,7 +36,7 @@ class EncodeTask(NamedTuple):
     out: Tensor
     out_gain: float  # the loss scale
     key: int
-    may_roll_back: bool  # a GradScaler may skip the step
+    may_roll_back: bool  # a GradScaler may skip the step, or a lost peer interrupt it
     weight_share: float  # this rank's weight / the sum over ranks
     world_size: int
 
@@ -45,18 +45,30 @@ class ParameterState:
     """Flat tensors by parameter name, which change in every step that counts.
 
     If a step may be rolled back, each tensor has a second copy, which is written during the step; ``end_step`` commits
-    the new copy or drops it.
+    the new copy or drops it. ``discard`` also drops the tensors that the step was the first to need: on other ranks it
+    may have been interrupted before it came to them, and the layout of rows depends on who has one.
     """
 
     def __init__(self) -> None:
         self.committed: dict[str, Tensor] = {}
         self._pending: dict[str, Tensor] = {}
+        self._written: set[str] = set()  # the parameters whose second copy was written in this step
+        self._added: set[str] = set()  # those that got a tensor in this step
 
     def slices_for(self, task: EncodeTask) -> Residual:
         """The piece's part of its parameter's tensor: as committed, and to be written in this step."""
         piece, slot = task.piece, task.piece.slot
-        now = piece.part_of(_tensor_for(self.committed, slot))
-        return Residual(now, piece.part_of(_tensor_for(self._pending, slot)) if task.may_roll_back else now)
+        now = piece.part_of(self._now(slot))
+        return Residual(now, piece.part_of(self._next(slot)) if task.may_roll_back else now)
+
+    def _now(self, slot: Slot) -> Tensor:
+        if slot.name not in self.committed:
+            self._added.add(slot.name)
+        return _tensor_for(self.committed, slot)
+
+    def _next(self, slot: Slot) -> Tensor:
+        self._written.add(slot.name)
+        return _tensor_for(self._pending, slot)
 
     def writable(self, task: EncodeTask) -> Tensor:
         """The piece's part of its parameter's tensor, to be changed in place."""
@@ -67,12 +79,13 @@ class ParameterState:
 
     def clear(self) -> None:
         self.committed, self._pending = {}, {}
+        self._written, self._added = set(), set()
 
     def take(self, slot: Slot, *, may_roll_back: bool) -> Tensor:
         """A parameter's values, which are zero from this step on."""
-        now = _tensor_for(self.committed, slot)
+        now = self._now(slot)
         if may_roll_back:
-            _tensor_for(self._pending, slot).zero_()
+            self._next(slot).zero_()
             return now
         taken = now.clone()
         now.zero_()
@@ -80,13 +93,19 @@ class ParameterState:
 
     def keep_zero(self, slot: Slot) -> None:
         """Let a parameter have a tensor, which stays zero in this step."""
-        _tensor_for(self.committed, slot)
-        if slot.name in self._pending:
-            self._pending[slot.name].zero_()  # it was that of an earlier step
+        self._now(slot)
 
     def end_step(self, *, finite: bool) -> None:
-        if finite and self._pending:
-            self.committed, self._pending = {**self.committed, **self._pending}, self.committed
+        if finite:
+            for name in self._written:
+                self.committed[name], self._pending[name] = self._pending[name], self.committed[name]
+        self._written, self._added = set(), set()
+
+    def discard(self) -> None:
+        """Undo a step that did not end."""
+        for name in self._added:
+            del self.committed[name]
+        self._written, self._added = set(), set()
 
 
 def _tensor_for(tensors: dict[str, Tensor], slot: Slot) -> Tensor:
@@ -140,13 +159,26 @@ class Feedback(abc.ABC):
         for state in (*self.own.values(), *self.shared.values()):
             state.end_step(finite=finite)
 
+    def discard(self) -> None:
+        """Undo a step that did not end."""
+        for state in (*self.own.values(), *self.shared.values()):
+            state.discard()
+
     def drop_beyond(self, bound: float) -> list[str]:
         """After a spike: drop larger values; returns the names of the parameters that had any."""
         kept = [item for state in self.own.values() for item in state.committed.items()]
         return list(dict.fromkeys(name for name, values in kept if drop_beyond(values, bound)))
 
+    def drop(self, names: Collection[str]) -> list[str]:
+        """Set the residuals of these parameters to zero; returns the names of those that had one."""
+        kept = [(name, state.committed[name]) for state in self.own.values() for name in state.committed]
+        dropped = [(name, values) for name, values in kept if name in names]
+        for _, values in dropped:
+            values.zero_()
+        return list(dict.fromkeys(name for name, _ in dropped))
+
     def on_new_plan(self) -> None:
-        """Parameters, or parts of them, may belong to other shards from now on."""
+        """Parameters, or parts of them, may belong to other shards from now on, and to other ranks."""
         self.find_stray()
 
     def find_stray(self) -> None:  # noqa: B027 - only residuals are handed over
@@ -180,17 +212,30 @@ class ErrorFeedback(Feedback):
         self._residuals = self.own["residuals"] = ParameterState()
         self._stray: set[str] = set()  # parameters whose residuals may have to be handed over
         self._used_up: set[int] = set()  # keys of the pieces that this rank owns and has no residual of
+        self._handed_over: set[str] = set()  # in this step, of the stray ones
+        self._using_up: set[int] = set()  # in this step
 
     def find_stray(self) -> None:
-        self._stray = set(self._residuals.committed)
-        self._used_up = set()
+        self._stray, self._handed_over = set(self._residuals.committed), set()
+        self._used_up, self._using_up = set(), set()
+
+    def end_step(self, *, finite: bool) -> None:
+        super().end_step(finite=finite)
+        if finite:
+            self._stray -= self._handed_over
+            self._used_up |= self._using_up
+        self._handed_over, self._using_up = set(), set()
+
+    def discard(self) -> None:
+        super().discard()
+        self._handed_over, self._using_up = set(), set()
 
     def sum_shard(self, task: EncodeTask, x: Tensor, received: Sequence[Payload]) -> Finite:
         finite = super().sum_shard(task, x, received)
         residual = self._residuals.slices_for(task)
         if task.piece.key not in self._used_up:  # from a time when another rank owned the piece
             task.out.add_(residual.before, alpha=task.out_gain)
-            self._used_up.add(task.piece.key)
+            self._using_up.add(task.piece.key)
             residual.after.zero_()
         elif residual.after is not residual.before:
             residual.after.zero_()
@@ -201,7 +246,7 @@ class ErrorFeedback(Feedback):
             if slot.name in self._stray:
                 residual = self._residuals.take(slot, may_roll_back=may_roll_back)
                 slot.flat.add_(residual.to(slot.flat.dtype), alpha=loss_scale)
-                self._stray.discard(slot.name)
+                self._handed_over.add(slot.name)
             else:
                 self._residuals.keep_zero(slot)
 

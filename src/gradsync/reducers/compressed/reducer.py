@@ -18,7 +18,7 @@ changed, the old one adds its residual to its own values once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from gradsync.reducers.compressed.feedback import FEEDBACKS, EncodeTask, Feedbac
 from gradsync.reducers.compressed.rows import PayloadRows
 from gradsync.reducers.compressed.shards import Piece, shard_bucket
 from gradsync.reducers.compressed.small_parameters import LARGEST_NUMEL
+from gradsync.reducers.outcome import StepOutcome
 from gradsync.reducers.spikes import TypicalMagnitude, compile_kernels, warn_dropped
 
 UNCOMPRESSED: dict[torch.dtype, Codec] = {torch.float16: Fp16(), torch.bfloat16: Bf16()}
@@ -164,12 +165,16 @@ class Compressed(Reducer):
             self._feedback.hand_over(
                 [slot for slot in bucket.slots if slot.name in names],
                 bucket.loss_scale,
-                may_roll_back=bucket.may_overflow,
+                may_roll_back=bucket.may_roll_back,
             )
         report = torch.zeros(1 + len(bucket.slots), dtype=torch.float64)  # the peak; for each slot, whether it is bad
+        outcome = self.outcome
 
         def exchange(leaders: Communicator) -> Iterator[Work]:
-            yield from self._reduce_among(bucket, leaders)
+            stages = self._reduce_among(bucket, leaders)
+            # The transport resumes it, whoever waits: a step that was discarded meanwhile must not go on.
+            while self.outcome is outcome and (work := next(stages, None)) is not None:
+                yield work
             nonfinite = set(self.outcome.nonfinite)
             report[0] = self.outcome.peak
             report[1:] = torch.tensor([slot.name in nonfinite for slot in bucket.slots])
@@ -269,7 +274,7 @@ class Compressed(Reducer):
         gain, scale, out = piece.slot.source_gain, bucket.loss_scale, piece.flat
         if compute_dtype(out.dtype) != out.dtype:
             out = torch.empty_like(out, dtype=compute_dtype(out.dtype))
-        return EncodeTask(piece, gain / scale, out, scale, key, bucket.may_overflow, bucket.factor, comm.world_size)
+        return EncodeTask(piece, gain / scale, out, scale, key, bucket.may_roll_back, bucket.factor, comm.world_size)
 
     def _finish_piece(self, task: EncodeTask, *, finite: Finite) -> None:
         """Copy ``out`` to the bucket if it is another tensor, and record whether it is finite."""
@@ -289,6 +294,24 @@ class Compressed(Reducer):
         bound = self._typical.observe(peak) if finite else None
         if bound is not None:
             warn_dropped(self._feedback.drop_beyond(bound))
+
+    def discard(self) -> None:
+        super().discard()
+        self._feedback.discard()
+
+    def accept(self, shared: dict[str, Any], unsent: Collection[str]) -> list[str]:
+        if int(shared["steps"]) == self._steps:  # the means were not finite
+            self.discard()
+            return []
+        self.outcome = StepOutcome()
+        self._feedback.end_step(finite=True)
+        lost = self._feedback.drop(unsent)
+        self._steps = int(shared["steps"])
+        bound = self._typical.follow(float(shared["usual"]))
+        if bound is not None:
+            warn_dropped(self._feedback.drop_beyond(bound))
+        self._load_states(self._feedback.shared, shared["shared"], set(shared["kept"]))
+        return lost
 
     # -- layout ---------------------------------------------------------------------------------------------------
 
@@ -404,13 +427,17 @@ class Compressed(Reducer):
                 raise ValueError(
                     f"the state holds {sorted(state[key])}; this reducer keeps {sorted(parameter_states)}."
                 )
-            for kind, parameter_state in parameter_states.items():
-                parameter_state.clear()
-                kept = _kept_names(state)
-                parameter_state.committed = {
-                    name: self.slots[name].flattened(saved) for name, saved in state[key][kind].items() if name in kept
-                }
+            self._load_states(parameter_states, state[key], _kept_names(state))
         self._feedback.find_stray()
+
+    def _load_states(
+        self, states: dict[str, ParameterState], saved: dict[str, dict[str, Tensor]], kept: set[str]
+    ) -> None:
+        for kind, parameter_state in states.items():
+            parameter_state.clear()
+            parameter_state.committed = {
+                name: self.slots[name].flattened(values) for name, values in saved[kind].items() if name in kept
+            }
 
 
 def _kept_names(state: dict[str, Any]) -> set[str]:

@@ -11,7 +11,7 @@ has a gradient of zeros, and still sends its residual.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -280,6 +280,30 @@ class PowerSGD(Reducer):
                 del self._unplaced["residuals"][name]
         self._flushed.clear()
         self._steps += finite
+
+    def discard(self) -> None:
+        super().discard()
+        self._flushed.clear()
+        for state in self._states.values():
+            state.in_flight = False
+
+    def accept(self, shared: dict[str, Any], unsent: Collection[str]) -> list[str]:
+        """The factors of the next step are the other rank's: here they may not have been received."""
+        if int(shared["steps"]) == self._steps:  # the means were not finite
+            self.discard()
+            return []
+        self.outcome = StepOutcome()  # without a peak: it may not be that of all buckets
+        self.end_step(finite=True)
+        state = self.state_dict()
+        residuals = state["own"]["residuals"]
+        lost = [name for name in residuals if name in unsent]
+        for name in lost:
+            residuals[name].zero_()
+        bound = self._typical.follow(float(shared["usual"]))
+        if bound is not None:
+            warn_dropped([name for name, residual in residuals.items() if drop_beyond(residual, bound)])
+        self.load_state_dict({**shared, "own": state["own"]})
+        return lost
 
     def bytes_sent(self, bucket: Bucket, world_size: int) -> int:
         layout = Layout(bucket, self.rank, self.min_compression)

@@ -355,6 +355,9 @@ class Gossip(Local):
         mixer = self._gossip.mixer if self._mesh is not None and isinstance(self._gossip, SyncGossip) else None
         return mixer.codecs() if isinstance(mixer, Choco) else {}
 
+    def elastic_obstacle(self) -> str:
+        return "it has a membership of its own, and goes on by itself when a worker is lost: use --keep-going"
+
     def stats(self) -> dict[str, Any]:
         """Active and lost members, this rank's neighbours, bytes sent, and how far models differ (``consensus``)."""
         mesh, gossip = self.mesh, self._gossip

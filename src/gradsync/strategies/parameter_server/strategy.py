@@ -448,6 +448,9 @@ class ParameterServer(Local):
         answered = sum(self._params[name].nbytes for name in hosted) * (self.comm.world_size - 1)
         return pushed // self.push_every + answered // self.pull_every
 
+    def elastic_obstacle(self) -> str:
+        return "its servers have a membership of their own, and drop a lost worker: use --keep-going, or --servers"
+
     def stats(self) -> dict[str, Any]:
         return {"servers": self.session.addresses, **self.client.stats()}
 

@@ -288,6 +288,12 @@ class Periodic(Local):
 
     # -- statistics and state -------------------------------------------------------------------------------------
 
+    def elastic_obstacle(self) -> str:
+        return (
+            "an exchange that a lost worker has interrupted can't be repeated with the others. Use allreduce, or run "
+            "without --elastic, from checkpoints"
+        )
+
     def bytes_per_step(self) -> int:
         """The bytes of an exchange, divided by the steps from one exchange to the next."""
         if self._exchange is None or self._exchange.comm.world_size == 1:

@@ -167,6 +167,10 @@ class LocalSGD(Periodic):
         if not self.in_exact_phase:
             super().settle()
 
+    def discard_step(self) -> None:
+        self._exact.discard_step()
+        super().discard_step()
+
     # -- statistics and state -------------------------------------------------------------------------------------
 
     def bytes_per_step(self) -> int:

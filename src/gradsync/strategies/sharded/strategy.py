@@ -280,6 +280,9 @@ class Sharded(AllReduce):
     def joined(self) -> None:
         self._shard()
 
+    def elastic_obstacle(self) -> str:
+        return "a lost worker's slice of the optimizer's state is gone with it"
+
     # -- between backward and step --------------------------------------------------------------------------------
 
     def begin_reduction(self, *, all_have_data: bool) -> None:
