@@ -8,57 +8,16 @@ import os
 import signal
 import socket
 import subprocess
-import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.launching import GRADSYNC, Launched
-
 START_S = 180.0  # importing torch, in the launcher and then in each worker, on a busy machine
 ORPHANS_END_S = 60.0  # a guard against processes that stay: beside other tests a launcher has taken 6 s to end
 
-Launch = Callable[..., subprocess.Popen[str]]
-
-
-@pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Launch]:
-    """Start ``gradsync run`` in ``tmp_path``, leading a process group of its own, as a terminal's job does.
-
-    from_scratch: as a process that has yet to import everything, as its workers have. Only one test needs it, and each
-    would take many seconds.
-    """
-    started: list[subprocess.Popen[str]] = []
-    ours = ("GRADSYNC_", "TORCHELASTIC_", "PET_", "OMP_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    environment["TMPDIR"] = str(tmp_path)  # a launcher that is killed can't remove its folder
-
-    def launch(*arguments: str, from_scratch: bool = False) -> subprocess.Popen[str]:
-        pipe = subprocess.PIPE
-        command = [*GRADSYNC, "run", *arguments]
-        start = subprocess.Popen if from_scratch else Launched
-        process = start(
-            command, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
-        )
-        started.append(process)
-        return process
-
-    yield launch
-    for process in started:
-        if process.poll() is None:
-            process.kill()  # its workers end with it
-        process.communicate()
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Callable[[str, str], str]:
-    def write(name: str, text: str) -> str:
-        (tmp_path / name).write_text(textwrap.dedent(text))
-        return name
-
-    return write
+Launch = Callable[..., subprocess.Popen[str]]  # see conftest.py
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:

@@ -196,8 +196,9 @@ def _fork_workers() -> None:
 
     global _worker_copy
     _worker_copy = WorkerCopy()
-    subprocess_handler.Popen = _forking(subprocess_handler.Popen, [sys.executable, *WORKER])
-    subprocess.Popen = _forking(subprocess.Popen, GRADSYNC)  # type: ignore[misc,assignment]
+    worker = [sys.executable, *WORKER]
+    subprocess_handler.Popen = _forking(subprocess_handler.Popen, worker)
+    subprocess.Popen = _forking(_forking(subprocess.Popen, GRADSYNC), worker)  # type: ignore[misc,assignment]
 
 
 def _act_as_worker() -> None:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,14 @@ from torch.distributed.launcher.api import LaunchConfig
 from gradsync import spec
 from gradsync.cli.launch.agent import Agent
 from gradsync.cli.launch.capacity import capacity_warnings, free_bytes
+from gradsync.cli.launch.elastic_agent import run_elastic
+from gradsync.cli.launch.elastic_options import (
+    ELASTIC_PARAMS,
+    ElasticOption,
+    check_not_elastic,
+    elastic_options,
+    read_settings,
+)
 from gradsync.cli.launch.worker import end_with_launcher
 from gradsync.comm.connect import TRANSPORTS
 from gradsync.compare.runs import OWNER
@@ -48,11 +56,13 @@ class RunCommand(click.Command):
 
     @property
     def own_options(self) -> list[click.Parameter]:
-        """The options that torchrun does not have."""
-        return [param for param in self._own if isinstance(param, click.Option)]
+        """The options that torchrun does not have, and that any run may have."""
+        return [
+            param for param in self._own if isinstance(param, click.Option) and not isinstance(param, ElasticOption)
+        ]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        def section(title: str, params: list[click.Parameter]) -> None:
+        def section(title: str, params: Sequence[click.Parameter]) -> None:
             records = [record for param in params if (record := param.get_help_record(ctx)) is not None]
             with formatter.section(title):
                 formatter.write_dl(records)
@@ -60,7 +70,10 @@ class RunCommand(click.Command):
         first = [param for param in self.params if param.name in ("nproc_per_node", "module")]
         shown = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
         own = [*first, *(param for param in shown if param in self._own or param.name == "help")]
-        section("Options", own)
+        elastic = [param for param in own if isinstance(param, ElasticOption)]
+        section("Options", [param for param in own if param not in elastic])
+        if elastic:
+            section("Elastic runs", elastic)
         section("torchrun's options", [param for param in shown if param not in own])
 
 
@@ -156,7 +169,12 @@ def _check_transport(ctx: click.Context, param: click.Parameter, name: str | Non
     help="If a worker fails, let the others go on, for strategies that tolerate it: gossip, parameter_server.",
 )
 @click.option("--prefix", is_flag=True, help="Begin every line that a worker prints with its [rank].")
-@click.option("--verbose", is_flag=True, help="Show torchelastic's own log and its summary of a failure.")
+@click.option(
+    "--verbose",
+    is_flag=True,
+    help="Show torchelastic's own log and its summary of a failure; in an elastic run, each start of a worker.",
+)
+@elastic_options
 @click.argument("script")
 @click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
@@ -173,6 +191,7 @@ def run(
     keep_going: bool,
     prefix: bool,
     verbose: bool,
+    elastic: bool,
     **given: Any,
 ) -> None:
     """Start SCRIPT with its ARGS in several workers that train in step.
@@ -184,11 +203,19 @@ def run(
     """
     if owner := os.environ.pop(OWNER, None):
         end_with_launcher(int(owner))  # of a command that runs several scripts, one after the other
+    elastic_params = {name: given.pop(name) for name in ELASTIC_PARAMS}
+    if not elastic:
+        check_not_elastic(elastic_params)
     options = torchrun.parse_args([*_as_arguments(given, ctx.command), script])
     options.training_script_args = list(arguments)
     _check_script(options)
     if options.no_python and (sync or timeout_s):
         raise click.UsageError("--sync and --timeout-s reach Python scripts only; got --no-python too.")
+    if elastic and (keep_going or servers is not None):
+        name = "--keep-going" if keep_going else "--servers"
+        raise click.UsageError(
+            f"in an elastic run the other workers go on anyway, and a new one is started; got {name} too. Choose one."
+        )
     _check_servers(options, servers, keys)
     keep_going = keep_going or servers is not None
     if keep_going and options.max_restarts:
@@ -199,8 +226,13 @@ def run(
         raise click.BadParameter(f"{error}; expected a number, auto, cpu, gpu or xpu.", param_hint="-n") from error
     if workers < 1:
         raise click.BadParameter(f"expected at least 1 worker; got {workers}.", param_hint="-n")
-    has_address = given.get("master_addr") is not None or "PET_MASTER_ADDR" in os.environ
-    _check_rendezvous(options, has_address=has_address)
+    if elastic:
+        settings = read_settings(
+            options, given, elastic_params, workers=workers, timeout_s=timeout_s, prefix=prefix, verbose=verbose
+        )
+    else:
+        has_address = given.get("master_addr") is not None or "PET_MASTER_ADDR" in os.environ
+        _check_rendezvous(options, has_address=has_address)
     for line in capacity_warnings(workers, cores=len(os.sched_getaffinity(0)), free_bytes=free_bytes()):
         click.secho(f"warning: {line}", err=True, fg="yellow")
     # torchrun would set 1: cores would idle whenever there are fewer workers than cores.
@@ -209,6 +241,9 @@ def run(
     for name, value in overrides.items():
         if value is not None:
             os.environ[name] = str(value)
+    if elastic:
+        with tempfile.TemporaryDirectory(prefix="gradsync_", ignore_cleanup_errors=True) as folder:
+            ctx.exit(run_elastic(settings, [sys.executable, *_worker_arguments(options)], Path(folder)))
     if prefix:
         options.tee = "3"
         os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}] ")
@@ -225,6 +260,13 @@ def _as_arguments(given: dict[str, Any], command: click.Command) -> list[str]:
     flags = [names[name] for name, value in given.items() if value is True]
     values = {name: value for name, value in given.items() if value is not None and not isinstance(value, bool)}
     return flags + [f"{names[name]}={value}" for name, value in values.items()]
+
+
+def _worker_arguments(options: Any) -> list[str]:
+    """The arguments with which Python runs a worker."""
+    which = "-m" if options.module else "--"
+    worker = ["-u", "-m", "gradsync.cli.launch.worker", which, options.training_script]
+    return worker + list(options.training_script_args)
 
 
 def _check_script(options: Any) -> None:
@@ -300,9 +342,7 @@ def _launch(options: Any, folder: Path, *, verbose: bool, keep_going: bool) -> i
             raise click.UsageError(str(error)) from error
         assert isinstance(command, str), "run_path is off"
         if not options.no_python:
-            which = "-m" if options.module else "--"
-            arguments = ["-u", "-m", "gradsync.cli.launch.worker", which, options.training_script]
-            arguments += options.training_script_args
+            arguments = _worker_arguments(options)
         if options.redirects != "0" and config.logs_specs is not None:
             click.secho(f"the workers' output goes to {config.logs_specs.root_log_dir}", err=True, dim=True)
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _signals_to_handle(config.signals_to_handle)

@@ -62,16 +62,20 @@ class Failure:
 
     def headline(self) -> str:
         """The first line of output for the root cause."""
-        if self.kind == GIVEN_UP:
-            return f"rank {self.rank} was given up by the others, while it was here: {self.message}"
-        if self.kind and self.kind != "SystemExit":
-            return f"rank {self.rank} failed: {self._first_line()}"
-        if self.kind and not self._is_bare_code():
-            return f"rank {self.rank} exited: {self.message}"
-        if self.signal is None:
-            return f"rank {self.rank} exited with code {self.exit_code}"
         hint = " (out of memory? `dmesg` would say so)" if self.signal == signal.SIGKILL else ""
-        return f"rank {self.rank} was killed by {_name_of(self.signal)}{hint}"
+        return f"rank {self.rank} {self.predicate()}{hint}"
+
+    def predicate(self) -> str:
+        """How it ended, as a sentence without its subject: "was killed by SIGKILL", "failed: ValueError: bad"."""
+        if self.kind == GIVEN_UP:
+            return f"was given up by the others, while it was here: {self.message}"
+        if self.kind and self.kind != "SystemExit":
+            return f"failed: {self._first_line()}"
+        if self.kind and not self._is_bare_code():
+            return f"exited: {self.message}"
+        if self.signal is None:
+            return f"exited with code {self.exit_code}"
+        return f"was killed by {_name_of(self.signal)}"
 
     def line(self) -> str:
         """The line of output for a rank that ended because of another."""

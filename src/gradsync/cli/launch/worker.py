@@ -42,7 +42,8 @@ def main(arguments: list[str]) -> int:
         faulthandler.enable(open(attempt.crash_path(rank), "w"), all_threads=False)  # noqa: SIM115
     if attempt is not None and "GRADSYNC_KEEP_STDERR" not in os.environ:
         sys.excepthook = _suppress_traceback  # the innermost hook: torch.distributed and the script may wrap it
-    signals = WorkerSignals(rank, attempt)
+    grace_s = float(os.environ["GRADSYNC_GRACE_S"]) if "GRADSYNC_ELASTIC" in os.environ else None
+    signals = WorkerSignals(rank, attempt, leave_grace_s=grace_s)
     signals.start()
     pid = os.getpid()
     try:
@@ -78,6 +79,10 @@ def main(arguments: list[str]) -> int:
 
 
 def _apply_overrides() -> None:
+    if text := os.environ.get("GRADSYNC_ELASTIC"):
+        from gradsync.elastic.session import Session
+
+        Session.start(json.loads(text))
     if text := os.environ.get("GRADSYNC_SYNC"):
         override_strategy(text)
     if seconds := os.environ.get("GRADSYNC_TIMEOUT_S"):

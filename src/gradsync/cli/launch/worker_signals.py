@@ -21,10 +21,12 @@ from typing import NoReturn
 
 from gradsync.cli.launch.failures import Attempt, given_up_report, is_launcher_frame
 from gradsync.comm import current_timeout_s, lost_ranks
+from gradsync.elastic.leave import is_watched, request_leave
 
 LOSS_NEWS_S = 1.0  # the launcher may notice the end of a process this much before its peers do
 PEER_LOST_MARGIN_S = 2.0  # PeerLost is raised within timeout_s plus this
 CLEAN_UP_S = 30.0  # the time for the threads and exit functions of a script that has raised already
+SAME_REQUEST_S = 1.0  # a scheduler signals the worker and the launcher, which passes it on: that is one request
 INTERRUPT_GRACE_S = 3.0  # a main thread that has not handled Ctrl-C by then is stuck in C
 
 
@@ -32,11 +34,15 @@ class WorkerSignals:
     """A worker's signal handlers: SIGTERM leaves time for ``PeerLost``, SIGINT ends it even within a collective.
 
     A signal for which the script installs a handler of its own is left to the script.
+
+    ``leave_grace_s``: in an elastic run, the time that SIGTERM leaves for the worker to leave the run in order.
     """
 
-    def __init__(self, rank: int, attempt: Attempt | None) -> None:
+    def __init__(self, rank: int, attempt: Attempt | None, *, leave_grace_s: float | None = None) -> None:
         self._rank = rank
         self._attempt = attempt
+        self._leave_grace_s = leave_grace_s
+        self._told_at_s = 0.0  # when the first SIGTERM arrived
         self._interrupt_handled = threading.Event()
         self._reader, self._writer = socket.socketpair()
         self._blocked_before = threading.local()  # the signals that a thread had blocked before it forked
@@ -97,6 +103,9 @@ class WorkerSignals:
 
     def _end(self) -> None:
         first, self.told_to_end = not self.told_to_end, True
+        if self._leave_grace_s is not None:
+            self._leave(first, self._leave_grace_s)
+            return
         # A second SIGTERM ends the worker at once: the launcher was ended too, or a scheduler's grace period is over.
         if first and self._may_be_peer_lost() and self._sees_lost_peer():
             if self._rank in lost_ranks():
@@ -106,6 +115,18 @@ class WorkerSignals:
             if self._attempt is not None:
                 self._attempt.write_grace_s(self._rank, grace_s)
             time.sleep(grace_s)  # meanwhile the main thread raises, and ends the process
+        self._exit()
+
+    def _leave(self, first: bool, grace_s: float) -> None:
+        """In an elastic run: leave it in order. What does not come to that in time ends."""
+        now_s = time.monotonic()
+        if not first and now_s - self._told_at_s < SAME_REQUEST_S:
+            return
+        if first:
+            self._told_at_s = now_s
+            request_leave("it was told to end")  # by SIGTERM, which it also gets when its launcher ends
+            if is_watched() and not self.failed:
+                time.sleep(grace_s)  # meanwhile the main thread finishes its step, leaves, and ends the process
         self._exit()
 
     def _exit(self) -> NoReturn:
