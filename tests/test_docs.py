@@ -204,6 +204,6 @@ def test_extending_names_every_value_of_the_header() -> None:
     table = page[page.index("## The header") :]
     named = {name for row in re.findall(r"^\| (`.+?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
     assert named == set(FIELDS)
-    assert NUM_VALUES == 16
-    assert "sixteen float64 values of each rank" in table
+    assert NUM_VALUES == 17
+    assert "seventeen float64 values of each rank" in table
     assert f"the busy times of {BUSY_SLOTS} ranks" in table

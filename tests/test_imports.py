@@ -18,6 +18,7 @@ LAYERS = (
     ("buckets",),
     ("replicas", "codecs", "messaging"),
     ("profiling",),
+    ("elastic",),
     ("reducers",),
     ("strategies",),
     ("engine",),

@@ -10,6 +10,8 @@ Mistakes of the user are ``ValueError`` and ``TypeError``; what the environment 
     ├── Unreachable       nothing answers at the address of a parameter server or of a gossip member
     ├── ServerLost        a parameter server was reached and is gone, and its shard with it
     ├── RefusedByServer   a parameter server refuses this worker
+    ├── StoreUnreachable  the launcher's store, by which an elastic run agrees on its members, does not answer
+    ├── Partitioned       this worker is cut off from the others, and has waited for as long as it may
     ├── ConnectionLost    the peer of a message is gone; internal (messaging/sockets.py)
     └── Malformed         a message that can't be parsed; internal (messaging/format.py)
 
@@ -151,6 +153,24 @@ class RefusedByServer(GradSyncError):
 
     >>> import gradsync
     >>> issubclass(gradsync.RefusedByServer, gradsync.GradSyncError)
+    True
+    """
+
+
+class StoreUnreachable(GradSyncError):
+    """The launcher's store, by which the workers of an elastic run agree on their members, does not answer.
+
+    >>> import gradsync
+    >>> issubclass(gradsync.StoreUnreachable, gradsync.GradSyncError)
+    True
+    """
+
+
+class Partitioned(GradSyncError):
+    """This worker of an elastic run is cut off from the others, and has waited for ``partition_timeout_s``.
+
+    >>> import gradsync
+    >>> issubclass(gradsync.Partitioned, gradsync.GradSyncError)
     True
     """
 

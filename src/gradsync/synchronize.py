@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -17,14 +17,17 @@ from torch.optim.lr_scheduler import LRScheduler
 from gradsync import spec
 from gradsync.buckets.bucket import FIRST_BUCKET_BYTES
 from gradsync.comm import Communicator, connect
+from gradsync.elastic.session import Change, Session
 from gradsync.engine import saved_state
 from gradsync.engine.engine import Engine, EngineSettings
 from gradsync.engine.observers import announce
 from gradsync.engine.scaler import ScalerGuard
+from gradsync.engine.survival import Survival
 from gradsync.profiling.recorder import Recorder
 from gradsync.profiling.start import start as start_recording
 from gradsync.replicas.agreement import check_agreement, copy_tensors, describe, plain_name
 from gradsync.replicas.batch_context import BatchNumber, batch_source
+from gradsync.replicas.batchnorm import SyncBatchNorm
 from gradsync.replicas.buffers import BufferMode, BufferSync
 from gradsync.replicas.training import Training
 from gradsync.replicas.validation import check_model, find_sparse, is_compiled_whole
@@ -101,33 +104,58 @@ def synchronize(
         comm = connect(timeout_s=timeout_s)
     elif timeout_s is not None:
         raise ValueError("timeout_s belongs to the communicator: pass it to gradsync.connect(), not beside comm=.")
-    if bucket_bytes is None:
+    session = Session.current if comm.members_may_change else None
+    if bucket_bytes is None and session is None:
         settings = dataclasses.replace(settings, bucket_bytes=chosen.bucket_bytes_on(comm))
-    own = comm.unchecked().clone()  # its calls follow the plan, on which all ranks agree
     agreed = {
         "strategy": spec.render(chosen),
         **vars(settings),
         "sparse": sorted(sparse_names),
         "scaler": scaler is not None,
     }
-    check_agreement(own, describe(model, optimizer, agreed))
-    copy_tensors(own, [*model.parameters(), *model.buffers()], src=0)
     training = Training(
         model=model,
         optimizer=optimizer,
         params={plain_name(name): param for name, param in model.named_parameters()},
-        buffers=BufferSync(model, settings.buffers, own),
+        buffers=BufferSync(model, settings.buffers, comm),
         scaler=scaler,
         schedules=[scheduler] if isinstance(scheduler, LRScheduler) else list(scheduler),
     )
-    recorder = start_recording(
-        own, training.params, strategy=spec.render(chosen), sent=chosen.bytes_per_step, bucket_bytes=bucket_bytes
-    )
-    try:
-        engine = Engine(training, chosen, own, settings, sparse=sparse_names, recorder=recorder)
-    except BaseException:
-        own.close()
-        raise
+
+    def make_engine(own: Communicator, plan: dict[str, Any] | None) -> Engine:
+        fitting = settings
+        if bucket_bytes is None:  # a newcomer of an elastic run learns only here which transport it is on
+            fitting = dataclasses.replace(settings, bucket_bytes=chosen.bucket_bytes_on(own))
+        training.buffers.move_to(own)
+        recorder = start_recording(
+            own, training.params, strategy=spec.render(chosen), sent=chosen.bytes_per_step, bucket_bytes=bucket_bytes
+        )
+        try:
+            return Engine(
+                training,
+                chosen,
+                own,
+                fitting,
+                sparse=sparse_names,
+                recorder=recorder,
+                plan=plan,
+                undoable=session is not None,
+            )
+        except BaseException:
+            own.close()
+            raise
+
+    if session is not None:
+        _check_elastic(chosen, model, session)
+        survival = Survival(
+            session, training, make_engine, lambda only: describe(model, optimizer, agreed, structure_only=only)
+        )
+        engine = survival.start()
+    else:
+        own = comm.unchecked().clone()  # its calls follow the plan, on which all ranks agree
+        check_agreement(own, describe(model, optimizer, agreed))
+        copy_tensors(own, [*model.parameters(), *model.buffers()], src=0)
+        engine = make_engine(own, None)
     if is_compiled_whole(model):
         log.info(
             "the model is compiled as a whole, so all its gradients come at the end of backward and nothing overlaps; "
@@ -136,6 +164,23 @@ def synchronize(
     sync = Synchronizer(engine, comm)
     announce(sync)
     return sync
+
+
+def _check_elastic(strategy: Strategy, model: nn.Module, session: Session) -> None:
+    """Refuse what can't go on when a worker of an elastic run is lost."""
+    if any(isinstance(module, SyncBatchNorm) for module in model.modules()):
+        raise ValueError(
+            "gradsync.SyncBatchNorm communicates within forward, where a lost worker can't be caught: it can't be used "
+            "in an elastic run. Use BatchNorm with buffers='broadcast', GroupNorm, or run without --elastic."
+        )
+    if obstacle := strategy.elastic_obstacle():
+        raise ValueError(f"{spec.render(strategy)} can't be used in an elastic run: {obstacle}.")
+    if session.has_synchronizer:
+        raise ValueError(
+            "an elastic run has one synchronizer: with two models, a lost worker could leave one of them a step ahead "
+            "of the other. Put both models into one module, or run without --elastic."
+        )
+    session.has_synchronizer = True
 
 
 class Synchronizer:
@@ -179,6 +224,19 @@ class Synchronizer:
         True
         """
         return self._engine.synchronized
+
+    @property
+    def discarded(self) -> bool:
+        """Whether the last backward was rolled back, because an elastic run has lost a worker; its batch comes again.
+
+        >>> import gradsync, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> with gradsync.synchronize(model, torch.optim.SGD(model.parameters(), lr=0.1)) as sync:
+        ...     model(torch.ones(1, 2)).sum().backward()
+        ...     sync.discarded
+        False
+        """
+        return self._engine.discarded
 
     def set_weight(self, weight: float | torch.Tensor) -> None:
         """Set how many samples or tokens the mean loss of the next backward covers; default: 1. It applies once.
@@ -289,7 +347,11 @@ class Synchronizer:
         >>> sync = gradsync.synchronize(model, torch.optim.SGD(model.parameters(), lr=0.1))
         >>> sync.settle()
         """
-        self._engine.guard(self._engine.strategy.settle)
+        engine = self._engine
+        engine.attempt(engine.strategy.settle)
+        while engine.discarded:  # an elastic run has lost a worker meanwhile: the others settle
+            engine.discarded = False
+            engine.attempt(engine.strategy.settle)
 
     def stats(self) -> dict[str, Any]:
         """What synchronizes the model, and what it costs, as plain data.
@@ -318,7 +380,23 @@ class Synchronizer:
             "exposed_s": engine.exposed_s,
             **(engine.recorder.stats() if isinstance(engine.recorder, Recorder) else {}),
             **engine.strategy.stats(),
+            **({"elastic": engine.survival.session.stats()} if engine.survival is not None else {}),
         }
+
+    def on_new_epoch(self, callback: Callable[[Change], None]) -> None:
+        """In an elastic run: call ``callback`` after every change of the members, in the training thread.
+
+        For loops with a data loader of their own, which must then split the data among ``sync.world_size`` ranks, and
+        repeat the batch of a step that was rolled back (``change.discarded``). With :func:`gradsync.shard` both happen
+        by themselves. In a run that is not elastic it is never called.
+
+        >>> import gradsync, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> with gradsync.synchronize(model, torch.optim.SGD(model.parameters(), lr=0.1)) as sync:
+        ...     sync.on_new_epoch(lambda change: print(change.cause, sync.rank, sync.world_size))
+        """
+        if self._engine.survival is not None:
+            self._engine.survival.on_new_epoch(callback)
 
     @property
     def record(self) -> Recorder:
@@ -417,6 +495,8 @@ class Synchronizer:
         self._unsubscribe()
         if self._guard is not None:
             self._guard.remove()
+        if self._engine.survival is not None:
+            self._engine.survival.close()
         self._engine.close()
         self._engine.comm.close()
 

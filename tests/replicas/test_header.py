@@ -87,7 +87,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def test_step_headers_are_sums_and_extremes() -> None:
     headers = exchange(
         replace(IDLE, checksum=1.0),
-        replace(USUAL, weight=0.25, num_backwards=3),
+        replace(USUAL, weight=0.25, num_backwards=3, wants_change=True),
         replace(USUAL, weight=3.0, buffers_changed=True),
     )
     assert headers == StepHeaders(
@@ -98,6 +98,7 @@ def test_step_headers_are_sums_and_extremes() -> None:
         num_with_data=2,
         leader=1,
         buffers_changed=True,
+        change_wanted=True,
         same_gradients=False,
         timings=None,
     )

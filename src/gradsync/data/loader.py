@@ -35,8 +35,17 @@ class Source(Protocol):
         """The whole data."""
         ...
 
+    @property
+    def cut(self) -> BatchSplit:
+        """How its steps are split among the ranks."""
+        ...
+
     def steps(self, epoch: int, position: int, *, resumed: bool) -> Iterator[StepBatch]:
         """The steps of this rank from a position of an epoch on."""
+        ...
+
+    def restart(self) -> None:
+        """The split has changed: the next ``steps`` reads everything anew."""
         ...
 
     def num_steps(self) -> int:
@@ -74,15 +83,23 @@ class ShardedLoader:
         self._position = 0
         self._begun = False  # a batch of this epoch has been handed out since it was started or resumed
         self._running = object()  # identifies the current iterator without keeping it alive
+        self._was_moved = False  # the iterator that runs must go on from another place
+        self._loop_epoch = 0  # of the loop that runs
+        self._loops_to_skip = 0  # on a newcomer of an elastic run: epochs that the others have finished
+        self._batches = batch_source(comm)
+        self._batches.add_loader(self)
 
     @property
     def epoch(self) -> int:
         """The epoch that is under way, or that the next loop will begin or go on with."""
+        self._take_healed_place()
+        self._loops_to_skip = 0  # the script begins its loop at this epoch
         return self._epoch
 
     @property
     def position(self) -> int:
         """The samples of this epoch that all ranks together have been given."""
+        self._take_healed_place()
         return self._position
 
     @property
@@ -109,7 +126,11 @@ class ShardedLoader:
         """
         if epoch < 0:
             raise ValueError(f"epoch must be 0 or more; got {epoch=}.")
-        if epoch != self._epoch or self._begun:
+        self._take_healed_place()
+        if self._loops_to_skip and epoch <= self._epoch:
+            self._loops_to_skip = self._epoch - epoch
+        elif epoch != self._epoch or self._begun:
+            self._loops_to_skip = 0
             self._go_to(epoch, 0)
 
     @property
@@ -140,6 +161,7 @@ class ShardedLoader:
         >>> loader.state_dict()
         {'version': 1, 'epoch': 0, 'position': 4, 'seed': 0, 'shuffle': True, 'num_samples': 10}
         """
+        self._take_healed_place()
         return {
             "version": STATE_VERSION,
             "epoch": self._epoch,
@@ -175,9 +197,15 @@ class ShardedLoader:
         return self._source.num_steps()
 
     def __iter__(self) -> Iterator[Any]:
+        if torch.is_grad_enabled():
+            self._take_healed_place()
+        if self._loops_to_skip:
+            self._loops_to_skip -= 1
+            return iter(())
         if self._begun:
             self._go_to(self._epoch + 1, 0)
         self._running = object()
+        self._loop_epoch = self._epoch
         self._shares.leave()
         return _EpochIterator(self, self._comm, self._running)
 
@@ -186,7 +214,52 @@ class ShardedLoader:
         self._begun = False
         self._running = object()
 
+    # -- called by an elastic run --------------------------------------------------------------------------------
+
+    def place(self) -> dict[str, Any]:
+        """Where it is, for a worker that joins: its state, and how many samples a step has."""
+        return {**self.state_dict(), "global_batch_size": self._source.cut.global_batch_size}
+
+    def go_to(self, place: dict[str, Any]) -> None:
+        """Have the loop that runs go on from another place.
+
+        Most often that is an earlier one of its own. A worker that the others had given up finds them in a later epoch:
+        then its loop ends, those of the epochs that it has missed yield nothing, and the next one goes on there.
+        """
+        self._epoch, self._position = place["epoch"], place["position"]
+        is_later = self._epoch > self._loop_epoch
+        self._loops_to_skip = self._epoch - self._loop_epoch - 1 if is_later else 0
+        self._begun = self._position > 0 and not is_later
+        self._was_moved = True
+
+    def split_again(self, rank: int, world_size: int) -> None:
+        """Split every later step into the parts of so many ranks; the samples of a step stay the same."""
+        cut = self._source.cut
+        if (cut.rank, cut.world_size) != (rank, world_size):
+            cut.rank, cut.world_size = rank, world_size
+            self._source.restart()
+            self._was_moved = True
+
+    def _take_healed_place(self) -> None:
+        """On a newcomer of an elastic run: go to where the others are, if that place is one of this loader's data.
+
+        A script counts its epochs from the one that its loader had before. The loops of those that the others have
+        finished yield nothing, so that ``for epoch in range(10)`` ends with everybody else's.
+        """
+        place = self._batches.healed_place
+        if place is None or any(place.get(name) != value for name, value in self._source.state_dict().items()):
+            return
+        self._batches.healed_place = None
+        self._loops_to_skip = max(0, place["epoch"] - self._epoch)
+        self._source.cut.global_batch_size = place["global_batch_size"]
+        self.load_state_dict({name: value for name, value in place.items() if name != "global_batch_size"})
+
     # -- called by the iterator ----------------------------------------------------------------------------------
+
+    def _take_move(self) -> bool:
+        """Whether the iterator must go on from another place than that of its last batch."""
+        was_moved, self._was_moved = self._was_moved, False
+        return was_moved
 
     def _steps(self) -> Iterator[StepBatch]:
         return self._source.steps(self._epoch, self._position, resumed=self._position > 0)
@@ -207,6 +280,12 @@ class ShardedLoader:
 
     def _ended(self) -> None:
         self._go_to(self._epoch + 1, 0)
+
+    def _ended_early(self) -> None:
+        """The loop that runs goes on with the next epoch."""
+        self._epoch, self._position = self._epoch + 1, 0
+        self._begun = False
+        self._was_moved = True
 
 
 class EpochSetter:
@@ -230,44 +309,75 @@ class _EpochIterator:
         self._uneven = False
         self._has_handed_out = False  # it has set the current batch, and must clear it
         self._over = False
+        self._epoch = loader._epoch
+        loader._take_move()
         self._steps = loader._steps()
 
     def __iter__(self) -> _EpochIterator:
         return self
 
     def __next__(self) -> Any:
-        if self._over:
-            raise StopIteration
-        if not self._loader._is_running(self._token):
-            raise RuntimeError(
-                "this iterator is out of date: the loader was started again, resumed or sent to another epoch since. "
-                "A sharded loader has one position, so one loop at a time; make a second loader for a second loop."
-            )
-        step = self._loader._next(self._steps)
-        if step is not None:
-            self._uneven = step.num_in_step < self._comm.world_size
-            if step.num_own > 0:
-                self._loader._handed_out(step.num_in_step)
-                if torch.is_grad_enabled():  # a batch of an evaluation has no weight
-                    self._has_handed_out = True
-                    number = BatchNumber(self._loader.epoch, self._loader.position)
-                    batch_source(self._comm).hand_out(step.num_own, number)
-                return step.batch
-        self._end()
+        loader, source = self._loader, batch_source(self._comm)
+        while not self._over:
+            if not loader._is_running(self._token):
+                raise RuntimeError(
+                    "this iterator is out of date: the loader was started again, resumed or sent to another epoch "
+                    "since. A sharded loader has one position, so one loop at a time; make a second loader for a "
+                    "second loop."
+                )
+            self._pass_boundary()
+            if loader._epoch > self._epoch:  # the others are further on
+                self.close()
+                break
+            step = loader._next(self._steps)
+            if step is None and loader._epoch < self._epoch:  # it was moved back into the epoch before
+                loader._ended_early()
+                continue
+            if step is not None:
+                self._uneven = step.num_in_step < self._comm.world_size
+                if step.num_own > 0:
+                    loader._handed_out(step.num_in_step)
+                    if torch.is_grad_enabled():  # a batch of an evaluation has no weight
+                        self._has_handed_out = True
+                        source.hand_out(step.num_own, BatchNumber(loader._epoch, loader._position))
+                    return step.batch
+            self._end()
         raise StopIteration
 
+    def _pass_boundary(self) -> None:
+        """Between two steps of an elastic run its members may change, and the loader's place with them."""
+        boundary = batch_source(self._comm).boundary
+        if boundary is not None and torch.is_grad_enabled():
+            boundary.before_batch(self._loader)
+        if self._loader._take_move():
+            self._steps = self._loader._steps()
+            if boundary is not None:
+                boundary.batches_restart()
+
     def _end(self) -> None:
+        """This rank has no data left. In an elastic run it may be sent back, and then the loop goes on."""
+        source = batch_source(self._comm)
+        if torch.is_grad_enabled():
+            self._clear_batch()
+            # Every rank knows from arithmetic that the numbers of batches differ. In evaluation no join is needed.
+            if self._uneven:
+                source.end()
+            if source.boundary is not None and not self._loader._was_moved:
+                source.boundary.before_end()
+            if self._loader._was_moved:
+                return
         self.close()
         self._loader._ended()
-        # Every rank knows from arithmetic that the numbers of batches differ. In evaluation no join is needed.
-        if self._uneven and torch.is_grad_enabled():
-            batch_source(self._comm).end()
 
     def close(self) -> None:
         """Leave the loop early: the current batch no longer sets the weight of gradients."""
-        if self._has_handed_out and not self._over and self._loader._is_running(self._token):
-            batch_source(self._comm).clear_batch()
+        if not self._over:
+            self._clear_batch()
         self._over = True
+
+    def _clear_batch(self) -> None:
+        if self._has_handed_out and self._loader._is_running(self._token):
+            batch_source(self._comm).clear_batch()
 
     def __del__(self) -> None:
         if hasattr(self, "_steps"):  # else __init__ failed
@@ -279,7 +389,7 @@ class MapSource:
 
     def __init__(self, dataset: Any, order: Order, cut: BatchSplit, shares: Shares, options: dict[str, Any]) -> None:
         self._order = order
-        self._cut = cut
+        self.cut = cut
         self._shares = shares
         self._batches = _LocalBatchSampler(cut, shares)
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._batches, **options)
@@ -294,7 +404,7 @@ class MapSource:
         return self._hand_out(indices, position, first, iter(self._loader))
 
     def _hand_out(self, indices: Indices, position: int, first: int, batches: Iterator[Any]) -> Iterator[StepBatch]:
-        for number, step in steps_of(self._cut, indices, position, first):
+        for number, step in steps_of(self.cut, indices, position, first):
             own = self._shares.own(number, len(step))
             num_own = own.stop - own.start
             yield StepBatch(next(batches) if num_own else None, num_own, len(step))
@@ -302,8 +412,11 @@ class MapSource:
             indices.release(position)  # it was handed out
         next(batches, None)  # there is none, but a DataLoader ends its workers only when asked for it
 
+    def restart(self) -> None:
+        return None  # the batch sampler lists steps by the split that holds when it is iterated over
+
     def num_steps(self) -> int:
-        return self._cut.num_steps(self._order.num_samples())
+        return self.cut.num_steps(self._order.num_samples())
 
     def state_dict(self) -> dict[str, Any]:
         return self._order.state_dict()
@@ -337,7 +450,7 @@ class StreamSource:
     def __init__(self, part: LocalStream, loader: DataLoader[Any], cut: BatchSplit) -> None:
         self._part = part
         self._loader = loader
-        self._cut = cut
+        self.cut = cut
 
     @property
     def dataset(self) -> Any:
@@ -347,9 +460,12 @@ class StreamSource:
         self._part.begin_at(position)
         return (StepBatch(*step) for step in self._loader)
 
+    def restart(self) -> None:
+        self._loader._iterator = None  # persistent workers have a copy of the old split
+
     def num_steps(self) -> int:
         if isinstance(self._part.stream, Sized):
-            return self._cut.num_steps(len(self._part.stream))
+            return self.cut.num_steps(len(self._part.stream))
         raise TypeError(f"{type(self._part.stream).__name__} has no len(), so the number of steps is not known.")
 
     def state_dict(self) -> dict[str, Any]:

@@ -61,9 +61,12 @@ def split_by_speed(num_samples: int, speeds: tuple[float, ...]) -> tuple[int, ..
     return tuple(parts)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class BatchSplit:
-    """How samples are split into steps, and a step into the parts of the ranks."""
+    """How samples are split into steps, and a step into the parts of the ranks.
+
+    All parts of one loader share it. In an elastic run the loader changes it between two steps.
+    """
 
     global_batch_size: int  # samples of one step over all ranks
     world_size: int

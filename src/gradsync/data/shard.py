@@ -106,6 +106,8 @@ def shard(
         dataset = _as_dataset(data)
     if not options.get("in_order", True):
         raise ValueError("in_order must be True: batches in another order have no position; got in_order=False.")
+    if comm.members_may_change and balance:
+        raise ValueError("balance=True needs the same ranks for the whole run; this one is elastic. Leave balance out.")
     cut = BatchSplit(
         global_batch_size=_global_batch_size(batch_size, global_batch_size, comm.world_size),
         world_size=comm.world_size,
@@ -223,6 +225,11 @@ def _order(data: Any, dataset: Any, *, shuffle: bool | None, seed: int, comm: Co
         )
     if type(sampler) is RandomSampler and sampler.replacement:
         return ReplacementOrder(len(dataset), sampler.num_samples, seed=seed)
+    if comm.members_may_change:
+        raise ValueError(
+            f"a {type(sampler).__name__} draws its order on one worker, which may be lost in an elastic run. Let "
+            "gradsync draw it, from a seed that every worker knows: shard(dataset, shuffle=True, seed=...)."
+        )
     return SamplerOrder(sampler, comm)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,8 +26,10 @@ from gradsync.buckets.bucket import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketPlan
 from gradsync.buckets.planner import Planner
 from gradsync.buckets.slot import AnySlot, LooseSlot, Slot, SparseSlot
 from gradsync.comm.base import Communicator, Solo
+from gradsync.elastic.recovery import LOST
 from gradsync.engine.hooks import Hooks
 from gradsync.engine.step_gate import StepGate, has_values
+from gradsync.engine.survival import Survival
 from gradsync.engine.window import Window
 from gradsync.errors import GradSyncError, OutOfStep
 from gradsync.profiling.interface import NOT_RECORDING, Recording
@@ -90,7 +92,10 @@ class _Backward:
 
 
 class Engine:
-    """Drives one strategy for one model. Owns the buckets; the parameters' ``.grad`` are views of them."""
+    """Drives one strategy for one model. Owns the buckets; the parameters' ``.grad`` are views of them.
+
+    ``plan``: another rank's ``plan_state()``, to begin with its layout of buckets.
+    """
 
     def __init__(
         self,
@@ -100,13 +105,16 @@ class Engine:
         settings: EngineSettings,
         *,
         sparse: Sequence[str] = (),
+        undoable: bool = False,
         recorder: Recording = NOT_RECORDING,
+        plan: Mapping[str, Any] | None = None,
     ) -> None:
         self.training = training
         self.strategy = strategy
         self.recorder = strategy.recorder = recorder
         self.comm = comm
         self.settings = settings
+        self.undoable = undoable  # a backward that a lost peer interrupts can be undone: see Strategy.discard_step
         self.step = 0  # synchronizing backwards so far: the clock that all ranks share
         self.exposed_s = 0.0  # how long the last backward waited for the wire
         self.synchronized = True  # whether the last backward was a synchronizing one
@@ -115,6 +123,10 @@ class Engine:
         self._no_sync_depth = 0
         self.batch = BatchContext(batch_source(comm))
         self._failure: BaseException | None = None
+        self.survival: Survival | None = None  # in an elastic run
+        self._interrupted: BaseException | None = None  # there: a peer was lost, and the rest of this backward is void
+        self.discarded = False  # there: the last backward was rolled back, and its batch comes again
+        self.change_agreed = False  # there: all ranks know that the members change before the next step
         self._hyperparameters = HyperparameterChecksum(training.optimizer)
         self._same_data = SameDataDetector(type(training.model).__name__)
         self._accumulated: tuple[Parameter, Tensor, int] | None = None
@@ -124,12 +136,12 @@ class Engine:
         self._hooks = Hooks(self, training.model)
         self._hooks.also_remove(release)
         try:
-            self._attach(sparse)
+            self._attach(sparse, plan)
         except BaseException:
             self._hooks.remove()  # leave a refused model as it was
             raise
 
-    def _attach(self, sparse: Sequence[str]) -> None:
+    def _attach(self, sparse: Sequence[str], plan: Mapping[str, Any] | None) -> None:
         training, settings = self.training, self.settings
         self.strategy.setup(training)  # before buckets are allocated: it may refuse
         self._planner = Planner(
@@ -140,6 +152,7 @@ class Engine:
             first_bucket_bytes=settings.first_bucket_bytes,
             bucketed=self.strategy.gradient_sync(self.step) is not None,
             sliced=self.strategy.slices_buckets,
+            plan=plan,
         )
         self._adopt_plan()
         self._hooks.on_gradients(training.params.items(), Engine._on_gradient)
@@ -160,13 +173,46 @@ class Engine:
         self._hooks.on_incoming(self.training.params.values(), Engine._on_incoming)
 
     def guard(self, event: Callable[..., Any], *args: Any) -> Any:
-        """Run a hook's event under the lock. If it raises, the engine has failed: collectives may be half done."""
+        """Run a hook's event under the lock. If it raises, the engine has failed: collectives may be half done.
+
+        In an elastic run a lost peer only interrupts it: ``_go_on_if_interrupted`` must follow.
+        """
         with self._lock:
+            if self._interrupted is not None:
+                return None
             try:
                 return event(*args)
+            except LOST as error:
+                if self.survival is not None:
+                    self._interrupted = error
+                    return None
+                self._failure = self._failure or error
+                raise
             except BaseException as error:
                 self._failure = self._failure or error
                 raise
+
+    def _go_on_if_interrupted(self) -> bool:
+        """In an elastic run: if a peer was lost, go on with the others. Blocks. Returns whether that was so."""
+        with self._lock:
+            if self._interrupted is None:
+                return False
+            assert self.survival is not None, "only an elastic run is interrupted"
+            self._backward = None
+            try:
+                self.survival.survive(self._interrupted)
+            except BaseException as error:
+                self._failure = self._failure or error
+                raise
+            finally:
+                self._interrupted = None
+            self.discarded, self.synchronized = True, False
+            return True
+
+    def attempt(self, event: Callable[[], Any]) -> None:
+        """Run what communicates outside of a backward; in an elastic run, go on with the others if one is lost."""
+        self.guard(event)
+        self._go_on_if_interrupted()
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -244,9 +290,17 @@ class Engine:
                 "the last backward did not come to its end on this rank (an exception in it?), so the ranks are out of "
                 "step. Restart from a checkpoint."
             )
+        if self.survival is not None:
+            self.survival.before_backward()
+        self.discarded = False
+        queue_callback(self._end_backward)  # first: a lost peer may interrupt the next line
         self._backward = self._begin(task)
-        queue_callback(lambda: self.guard(self._finish))
         return self._backward
+
+    def _end_backward(self) -> None:
+        """Autograd is done with this backward."""
+        self.guard(self._finish)
+        self._go_on_if_interrupted()
 
     def _begin(self, task: int) -> _Backward:
         if self.window.num_backwards and not self._still_holds_gradients():
@@ -288,6 +342,7 @@ class Engine:
         for bucket in self.plan.buckets:
             bucket.begin_step()
             bucket.loss_scale, bucket.may_overflow = loss_scale, self.training.scaler is not None
+            bucket.may_roll_back = bucket.may_overflow or self.undoable
         header = self._header(has_data=has_data, loss_scale=loss_scale)
         if sync is not None:
             sync.begin_step(header)
@@ -307,6 +362,7 @@ class Engine:
             epoch=self.batch.number.epoch,
             position=self.batch.number.position,
             num_steps=self.gate.take_num_steps(),
+            wants_change=self.survival is not None and self.survival.session.wants_change(),
             previous_step=self.recorder.previous_step(),
         )
 
@@ -384,7 +440,6 @@ class Engine:
         return backward.next_bucket - first
 
     def _finish(self) -> None:
-        """Autograd is done with this backward."""
         if torch._C._current_autograd_node() is not None:
             raise GradSyncError(
                 "a backward runs inside another one, as torch.utils.checkpoint does with use_reentrant=True: gradients "
@@ -449,7 +504,9 @@ class Engine:
         self.exposed_s = time.perf_counter() - start_s
         self._report_wait()
         self.recorder.step_ended(headers, weight=self.window.weight)
+        backward.sync.end_step()
         self._tick([slot for bucket in self.plan.buckets for slot in bucket.slots if slot.param.grad is None])
+        self.change_agreed = headers.change_wanted
         if not headers.all_have_data:
             self._uneven_leader = headers.leader
         self._same_data.check(headers, self.comm.rank)
@@ -488,8 +545,11 @@ class Engine:
     # -- ranks without data ---------------------------------------------------------------------------------------
 
     def join(self) -> None:
-        """Take part in the others' steps until no rank has data; then all have the same state again. Blocks."""
-        self.guard(self._join)
+        """Take part in the others' steps until no rank has data; then all have the same state again. Blocks.
+
+        In an elastic run a rank that was interrupted here is sent back to its loader, and comes again.
+        """
+        self.attempt(self._join)
 
     def _join(self) -> None:
         sync = self.strategy.gradient_sync(self.step)
@@ -526,6 +586,36 @@ class Engine:
             return headers.any_have_data
         finally:
             self._backward = None
+
+    # -- other members, in an elastic run ------------------------------------------------------------------------
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether nothing has begun that is not committed: no accumulation, no backward."""
+        return self._backward is None and not self.window.num_backwards
+
+    def drop_step(self) -> None:
+        """Drop what a step that was not committed has left: gradients, and the weights of its backwards."""
+        self._backward = None
+        self.window, self._accumulated, self._uneven_leader = Window(), None, None
+        for slot in self._all():
+            slot.param.grad = None
+            slot.forget()
+        self.gate.drop_step()
+        self.batch.clear()
+
+    def move_to(self, comm: Communicator, plan: Mapping[str, Any] | None) -> None:
+        """Go on with other ranks; ``plan``: another rank's, if this one is behind. Blocks: all ranks call it."""
+        before, self.comm = self.comm, comm
+        self.training.buffers.move_to(comm)
+        self.recorder.ranks_changed(comm)
+        self._planner.move_to(comm, plan)
+        self._adopt_plan()
+        before.abandon()
+
+    def plan_state(self) -> dict[str, Any]:
+        """The layout of the buckets, and their size, for a rank that is to have the same."""
+        return {**self._planner.state_dict(), "bucket_bytes": self._planner.bucket_bytes}
 
     # -- gradients and state --------------------------------------------------------------------------------------
 

@@ -10,9 +10,10 @@ from gradsync.engine.engine import Engine
 class ScalerGuard:
     """Lets a loop call ``unscale_``, ``step`` and ``update`` after every backward, as it may without a scaler.
 
-    A GradScaler refuses to step when no gradient was there to be checked for inf, and between synchronizations there is
-    none. And a step that it leaves out because of inf runs no hook of the optimizer, on one rank alone where gradients
-    stay with their ranks: so the strategy is notified here. The guard patches the user's own scaler until ``remove``.
+    A GradScaler refuses to step when no gradient was there to be checked for inf. Between synchronizations there is
+    none, nor after a step that an elastic run has rolled back. A step that it leaves out because of inf runs no hook
+    of the optimizer, on one rank alone where gradients stay with their ranks: so the strategy is notified here. The
+    guard patches the user's own scaler until ``remove``.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -38,7 +39,7 @@ class ScalerGuard:
     @staticmethod
     def _skipping_accumulation(method: Any, engine: Engine, name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if engine.settings.accumulate > 1 and not engine.synchronized:
+            if engine.discarded or (engine.settings.accumulate > 1 and not engine.synchronized):
                 return None
             result = method(*args, **kwargs)
             if name == "step" and engine.training.optimizer in (*args, *kwargs.values()):

@@ -52,6 +52,11 @@ class StepGate:
         """Forget the number of calls: the ranks came here by different paths, so their numbers may differ."""
         self._num_steps = UNKNOWN_STEPS
 
+    def drop_step(self) -> None:
+        """In an elastic run: the last backward was rolled back, and the step that would follow it does nothing."""
+        self._awaits_step, self._unused = False, ()
+        self.forget_num_steps()
+
     def scaler_stepped(self) -> None:
         """A ``GradScaler`` has ended its step; if it skipped the optimizer's, notify the strategy."""
         if self._awaits_step:
@@ -142,6 +147,8 @@ class StepGate:
             with batch_source(engine.comm).waiting():
                 engine.strategy.after_step(engine.step)
             self._note_exchange(entered)
+            if engine.survival is not None:
+                engine.survival.after_step()
 
     def _note_exchange(self, entered: int) -> None:
         """Record the time since ``entered`` as communication, if gradients stay with their rank."""

@@ -61,6 +61,9 @@ class Recording:
     def set_staleness(self, steps: float) -> None:
         """Set the age, in steps, of the parameters that this step is computed with."""
 
+    def ranks_changed(self, comm: Communicator) -> None:
+        """An elastic run goes on with these ranks, and the step under way was dropped. Blocks: every rank calls it."""
+
     # -- called by a strategy and its reducer driver --------------------------------------------------------------
 
     def instrument(self, comm: Communicator) -> Communicator:

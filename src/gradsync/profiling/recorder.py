@@ -15,7 +15,7 @@ from threading import get_ident
 from typing import Any
 
 from gradsync.comm.base import Communicator, Work
-from gradsync.profiling.clocks import ClockOffsets
+from gradsync.profiling.clocks import ClockOffsets, compare_clocks
 from gradsync.profiling.instrumented import InstrumentedComm
 from gradsync.profiling.interface import Recording
 from gradsync.profiling.parts import build_record, last_bucket_start, last_rank_starts
@@ -91,6 +91,12 @@ class Recorder(Recording):
         self._stalled_ns = 0  # time of the training thread in collectives
         self._nested_ns = 0  # of the call of a collective that has not returned yet: a reducer's work within it
         self._pending.clear()
+
+    def ranks_changed(self, comm: Communicator) -> None:
+        self.rank, self.world_size = comm.rank, comm.world_size
+        self.clocks = compare_clocks(comm)
+        self._last_timing = NO_TIMING
+        self._reset(self.now())
 
     # -- events of the engine -------------------------------------------------------------------------------------
 

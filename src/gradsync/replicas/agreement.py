@@ -28,8 +28,17 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
-def describe(model: nn.Module, optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Everything that all ranks must agree on, one line each, in the same order on all ranks."""
+def describe(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    settings: Mapping[str, Any],
+    *,
+    structure_only: bool = False,
+) -> dict[str, str]:
+    """Everything that all ranks must agree on, one line each, in the same order on all ranks.
+
+    ``structure_only``: without what a rank can receive from another, the optimizer's state and hyperparameters.
+    """
     lines = {f"setting {name}": str(value) for name, value in settings.items()}
     for name, param in model.named_parameters():
         kind = f"{_shown(param)}{'' if param.requires_grad else ', frozen'}"
@@ -37,9 +46,11 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer, settings: Mappi
     for name, buffer in model.named_buffers():
         lines[f"buffer {plain_name(name)}"] = _shown(buffer)
     lines["optimizer class"] = type(optimizer).__name__
-    lines["optimizer state"] = "empty" if not optimizer.state else f"of {len(optimizer.state)} parameters"
     for index, group in enumerate(optimizer.param_groups):
         lines[f"optimizer param_groups[{index}]['params']"] = f"{len(group['params'])} parameters"
+    if structure_only:
+        return lines
+    lines["optimizer state"] = "empty" if not optimizer.state else f"of {len(optimizer.state)} parameters"
     return lines | describe_hyperparameters(optimizer)
 
 
@@ -81,8 +92,11 @@ def find_difference(comm: Communicator, lines: Mapping[str, str]) -> str | None:
     return None
 
 
-def copy_tensors(comm: Communicator, tensors: Iterable[Tensor], src: int) -> None:
-    """Overwrite every rank's tensors with those of rank ``src``, in flat chunks. Blocks."""
+def copy_tensors(comm: Communicator, tensors: Iterable[Tensor], src: int, *, take: bool = True) -> None:
+    """Overwrite every rank's tensors with those of rank ``src``, in flat chunks. Blocks.
+
+    ``take``: False on a rank that takes part, and keeps its own.
+    """
     if comm.world_size == 1:
         return
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -93,7 +107,7 @@ def copy_tensors(comm: Communicator, tensors: Iterable[Tensor], src: int) -> Non
             for chunk in _chunks(group):
                 flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
                 comm.broadcast(flat, src).wait()
-                if comm.rank != src:
+                if comm.rank != src and take:
                     for tensor, part in zip(chunk, flat.split([t.numel() for t in chunk]), strict=True):
                         # .data: a buffer that a retained graph has saved may be overwritten with equal values
                         tensor.data.copy_(part.view(tensor.shape))
@@ -105,12 +119,17 @@ def copy_training_state(
     optimizer: torch.optim.Optimizer,
     others: Sequence[Stateful],
     src: int,
+    *,
+    take: bool = True,
 ) -> None:
-    """Give every rank the parameters, buffers, optimizer state and ``others`` (scaler, schedules) of ``src``."""
-    copy_tensors(comm, [*model.parameters(), *model.buffers()], src)
+    """Give every rank the parameters, buffers, optimizer state and ``others`` (scaler, schedules) of ``src``.
+
+    ``take``: False on a rank that takes part, and keeps its own.
+    """
+    copy_tensors(comm, [*model.parameters(), *model.buffers()], src, take=take)
     stateful: list[Stateful] = [optimizer, *others]
     received = broadcast_object(comm, [_sharable(one.state_dict()) for one in stateful], src)
-    if comm.rank != src:
+    if comm.rank != src and take:
         for one, state in zip(stateful, received, strict=True):
             one.load_state_dict({**one.state_dict(), **state})
 

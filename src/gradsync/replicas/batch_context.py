@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from gradsync.comm.base import Communicator, Worker
 
@@ -38,6 +38,38 @@ class BatchNumber(NamedTuple):
 NO_BATCH = BatchNumber(-1, -1)
 
 
+class Rewindable(Protocol):
+    """A loader whose position can be set while it is being iterated over: that of :func:`gradsync.shard`."""
+
+    def place(self) -> dict[str, Any]:
+        """Where it is, in a form that any rank can go on from, with any number of ranks."""
+        ...
+
+    def go_to(self, place: dict[str, Any]) -> None:
+        """Have the loop that runs go on from another place."""
+        ...
+
+    def split_again(self, rank: int, world_size: int) -> None:
+        """Split every later step into the parts of so many ranks."""
+        ...
+
+
+class StepBoundary(Protocol):
+    """What happens between two steps of an elastic run: see engine/survival.py."""
+
+    def before_batch(self, loader: Rewindable) -> None:
+        """A training loop asks for its next batch. The members may change here, and the loader's place with them."""
+        ...
+
+    def batches_restart(self) -> None:
+        """The loader is about to read its first batch from a place that was set."""
+        ...
+
+    def before_end(self) -> None:
+        """A training loop has no batch left. All ranks come here before any goes on: the last step is committed."""
+        ...
+
+
 class BatchSource:
     """One worker's current batch, and the callbacks for the end of its data."""
 
@@ -46,6 +78,9 @@ class BatchSource:
         self.batch_number = NO_BATCH  # of the batch that was last handed out
         self.waited_s = 0.0  # how long collectives have kept this worker from its work so far
         self.wait_unseen_on = ""  # a device on which the host does not wait, so it can't measure this; empty: none
+        self.boundary: StepBoundary | None = None  # in an elastic run
+        self.healed_place: dict[str, Any] | None = None  # of a newcomer's loader, until a loader takes it
+        self._loaders: weakref.WeakSet[Any] = weakref.WeakSet()
         # Weak references: the data must not keep a model alive that was dropped without close().
         self._joiners: list[Reference] = []
         self._companions: list[Reference] = []
@@ -58,6 +93,15 @@ class BatchSource:
     def clear_batch(self) -> None:
         """There is no current batch any more."""
         self.batch_weight, self.batch_number = 1.0, NO_BATCH
+
+    def add_loader(self, loader: Rewindable) -> None:
+        """Tell a loader when the number of ranks changes."""
+        self._loaders.add(loader)
+
+    def split_again(self, rank: int, world_size: int) -> None:
+        """An elastic run has other members: every loader splits its steps among them."""
+        for loader in list(self._loaders):
+            loader.split_again(rank, world_size)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:

@@ -31,6 +31,10 @@ class BufferSync:
         self._seen: list[tuple[Tensor, int]] = []
         self._remember(self._tree.buffers())
 
+    def move_to(self, comm: Communicator) -> None:
+        """Go on with other ranks."""
+        self._comm = comm
+
     def changed(self) -> bool:
         """Whether a buffer of this rank was written since the last ``synchronize``."""
         if self.mode == "none":

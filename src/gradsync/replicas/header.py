@@ -56,6 +56,7 @@ class Header:
     epoch: int = NO_BATCH.epoch  # with `position`: which batch this backward is of (see BatchNumber)
     position: int = NO_BATCH.position
     num_steps: int = UNKNOWN_STEPS  # calls of optimizer.step() since the header before
+    wants_change: bool = False  # in an elastic run: a worker waits to join, or this one leaves
     previous_step: PreviousStepTiming = NO_TIMING
 
     def pack(self) -> torch.Tensor:
@@ -76,7 +77,7 @@ NUM_VALUES = len(KINDS) + len(NO_TIMING)
 # data has missed the others' batches and updates, and does not step either.
 OF_ALL_RANKS = ("fingerprint", "step", "num_backwards", "checksum")
 OF_RANKS_WITH_DATA = ("epoch", "position", "num_steps", "hyperparameters", "loss_scale")
-NUM_SUMS = 3  # before the busy times: the weight, whether it has data, whether it has changed buffers
+NUM_SUMS = 4  # before the busy times: the weight, has it data, has it changed buffers, does it want other members
 NUM_MAXIMA = 2 * (len(OF_ALL_RANKS) + 1 + len(OF_RANKS_WITH_DATA)) + 3
 
 
@@ -85,7 +86,7 @@ def reduced_sizes(world_size: int) -> tuple[int, int]:
 
     >>> from gradsync.replicas.header import reduced_sizes
     >>> reduced_sizes(2), reduced_sizes(16), reduced_sizes(1024)
-    ((5, 23), (19, 23), (19, 23))
+    ((6, 23), (20, 23), (20, 23))
     """
     return NUM_SUMS + min(world_size, BUSY_SLOTS), NUM_MAXIMA
 
@@ -134,6 +135,7 @@ class StepHeaders:
     num_with_data: int  # ranks that have data
     leader: int  # the first rank with data; 0 if none has any
     buffers_changed: bool  # on any rank
+    change_wanted: bool  # by any rank: after this step the members of an elastic run change
     same_gradients: bool  # every rank had, bit for bit, the same ones in the previous step, and they were not all zero
     timings: StepTimings | None  # None: the ranks have not timed the same step
 
@@ -260,7 +262,8 @@ def _pack_sums(header: Header, rank: int, world_size: int) -> list[float]:
     slot = rank if world_size <= BUSY_SLOTS else (rank - header.step * BUSY_SLOTS) % world_size
     if slot < len(busy):
         busy[slot] = header.previous_step.busy_us
-    return [header.weight, float(header.has_data), float(header.buffers_changed), *busy]
+    flags = (header.has_data, header.buffers_changed, header.wants_change)
+    return [header.weight, *map(float, flags), *busy]
 
 
 def _pack_maxima(header: Header, rank: int) -> list[float]:
@@ -283,7 +286,7 @@ def _read(
     sums: list[float], maxima: list[float], step: int, comm: Communicator
 ) -> tuple[StepHeaders, dict[str, Extremes]]:
     """What the headers give, and the extremes of all compared values, by name."""
-    weight, num_with_data, num_changed, *busy_us = sums
+    weight, num_with_data, num_changed, num_wanting, *busy_us = sums
     *compared, leader, opened_us, begun_us = maxima
     names = (*OF_ALL_RANKS, "timed_step", *OF_RANKS_WITH_DATA)
     pairs = zip(names, compared[len(names) :], compared[: len(names)], strict=True)
@@ -306,6 +309,7 @@ def _read(
         num_with_data=int(num_with_data),
         leader=int(-leader) if num_with_data else 0,
         buffers_changed=num_changed > 0,
+        change_wanted=num_wanting > 0,
         same_gradients=comm.world_size > 1 and checksum.low == checksum.high != 0.0,
         timings=timings,
     )

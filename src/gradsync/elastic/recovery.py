@@ -1,0 +1,173 @@
+"""How a run goes on with other members: agree, connect, bring everybody to the newest committed step, go on.
+
+[Note: no vote per step] While nothing fails a step costs nothing extra. When a member is lost, some survivors may have
+completed the step and others not, but never two steps apart: the next header needs everybody. If a survivor has
+completed it, its state is the truth, and those behind take it over. If none has, all roll back and do the step again.
+
+Every part of this may fail again, because another member dies. Then the next epoch begins. A worker whose state is half
+copied says so in its ballot.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any, Protocol
+
+from gradsync.comm.base import Communicator
+from gradsync.comm.objects import broadcast_object
+from gradsync.elastic.membership import NO_STATE, Epoch
+from gradsync.elastic.session import Session
+from gradsync.errors import CollectiveFailed, PeerLost, StoreUnreachable
+from gradsync.replicas.agreement import check_agreement, copy_training_state
+from gradsync.replicas.training import Training
+
+log = logging.getLogger("gradsync")
+
+LOST = (PeerLost, CollectiveFailed)  # errors of a collective after which the members may be others
+
+
+class Replica(Protocol):
+    """What recovery needs of the model that it brings in step: an engine, or a worker that is about to make one."""
+
+    training: Training
+
+    @property
+    def step(self) -> int:
+        """The steps that it has applied; NO_STATE if it has nothing."""
+        ...
+
+    def roll_back(self) -> None:
+        """Undo the step that was not completed."""
+        ...
+
+    def accept(self, progress: dict[str, Any]) -> list[str]:
+        """Others have completed the step that was interrupted here: commit this rank's part of it.
+
+        ``progress``: that of one of them. Returns the parameters whose residual could not be kept.
+        """
+        ...
+
+    def describe(self, *, structure_only: bool) -> dict[str, str]:
+        """What all members must agree on, one line each."""
+        ...
+
+    def progress(self) -> dict[str, Any]:
+        """All that a worker with nothing needs beside the training state: clock, plan, strategy, loader's place."""
+        ...
+
+    def adopt(self, progress: dict[str, Any], *, newcomer: bool) -> None:
+        """Take over another's progress."""
+        ...
+
+    def begin(self, comm: Communicator) -> None:
+        """Nobody has made a step yet: make all replicas equal, as without elasticity."""
+        ...
+
+    def attach(self, comm: Communicator) -> None:
+        """Go on with these ranks: new buckets, and everything else that depends on them. Blocks."""
+        ...
+
+
+class Recovery:
+    """Brings one replica through changes of the membership."""
+
+    def __init__(self, session: Session, replica: Replica) -> None:
+        self._session = session
+        self.replica = replica
+        self._is_whole = True  # False while another's state is being copied into this one
+
+    def start(self) -> None:
+        """Attach the replica for the first time: as a founder, or as a newcomer of a run that goes on. Blocks."""
+        session = self._session
+        if session.world is None:
+            self._is_whole = False
+            epoch = session.membership.join()
+            log.info("joined epoch %d as rank %s", epoch.number, epoch.rank_of(session.membership.uid))
+            self._go_on(epoch, "it joined")
+        elif not self._try(session.membership.epoch, session.world):
+            self.survive("a worker was lost at the start")
+
+    def survive(self, cause: str) -> None:
+        """A member was lost in the middle of a step. Returns when this worker is in step with the others again."""
+        started_s = time.monotonic()
+        self._session.abandon_world()
+        self._go_on(self._agree(cause), cause)
+        self._session.record(cause, stalled_s=time.monotonic() - started_s, discarded=True)
+
+    def change(self, cause: str, *, leaving: bool = False) -> bool:
+        """Between two steps, on all members alike: take newcomers in, let members leave.
+
+        Returns whether this worker is still a member.
+        """
+        started_s = time.monotonic()
+        epoch = self._agree(cause, leaving=leaving)
+        if leaving and epoch.rank_of(self._session.membership.uid) is None:
+            self._session.abandon_world()
+            return False
+        self._session.abandon_world()
+        self._go_on(epoch, cause)
+        self._session.record(cause, stalled_s=time.monotonic() - started_s, discarded=False)
+        return True
+
+    def _agree(self, cause: str, *, leaving: bool = False) -> Epoch:
+        step = self.replica.step if self._is_whole else NO_STATE
+        return self._session.membership.agree(step, cause=cause, leaving=leaving)
+
+    def _go_on(self, epoch: Epoch, cause: str) -> None:
+        """Connect the members of an epoch and bring them in step; with the next epoch, if one of them is lost."""
+        session = self._session
+        while True:
+            if epoch.rank_of(session.membership.uid) is None:
+                log.warning("the others have gone on without this worker (%s): it joins again", epoch.cause)
+                self._is_whole = False
+                epoch = session.membership.rejoin()
+            try:
+                world = session.connect(epoch)
+            except (*LOST, StoreUnreachable, ConnectionError, RuntimeError) as error:
+                epoch = self._agree(str(error).partition("\n")[0])
+                continue
+            if self._try(epoch, world):
+                return
+            session.abandon_world()
+            epoch = self._agree("a worker was lost while the others went on")
+
+    def _try(self, epoch: Epoch, world: Communicator) -> bool:
+        """Bring the members in step; False if one was lost meanwhile."""
+        try:
+            self._bring_in_step(epoch, world)
+        except LOST as error:
+            log.info("epoch %d ended before it began: %s", epoch.number, error)
+            return False
+        return True
+
+    def _bring_in_step(self, epoch: Epoch, world: Communicator) -> None:
+        replica, comm = self.replica, world.unchecked()
+        own = epoch.members[world.rank]
+        check_agreement(comm, replica.describe(structure_only=epoch.needs_healing))
+        if epoch.needs_healing:
+            self._heal(epoch, own.step, comm)
+        else:
+            replica.roll_back()
+            if epoch.newest_step == 0:
+                replica.begin(comm)
+        replica.attach(comm.clone())
+        self._is_whole = True
+
+    def _heal(self, epoch: Epoch, own_step: int, comm: Communicator) -> None:
+        """Copy the newest state to the members that do not have it."""
+        replica, training = self.replica, self.replica.training
+        is_behind = own_step != epoch.newest_step
+        if is_behind:
+            self._is_whole = False
+        else:
+            replica.roll_back()  # what this worker has begun since is not part of the state that it gives
+        copy_training_state(
+            comm, training.model, training.optimizer, training.copied_with_state, epoch.donor, take=is_behind
+        )
+        progress = broadcast_object(comm, replica.progress() if comm.rank == epoch.donor else None, epoch.donor)
+        if is_behind:
+            is_newcomer = own_step == NO_STATE
+            if not is_newcomer:
+                self._session.lost_residuals += replica.accept(progress)
+            replica.adopt(progress, newcomer=is_newcomer)

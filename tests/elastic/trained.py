@@ -1,0 +1,127 @@
+"""A training script for tests of elastic runs: it kills itself where it is told to, and writes down what it trained.
+
+``python trained.py FOLDER '{"kills": [["1.0", 3, "hook"]], ...}'``: worker 1 dies in the backward of its third step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gradsync
+
+FOLDER = Path(sys.argv[1])
+OPTIONS: dict[str, Any] = {
+    "kills": [],  # [uid, number, phase]: at this worker's n-th step, or call
+    "strategy": "allreduce",
+    "epochs": 3,
+    "samples": 60,
+    "accumulate": 1,
+    "model": "mlp",
+    "step_s": 0.0,
+    "amp": False,
+    **json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}"),
+}
+UID = json.loads(os.environ["GRADSYNC_ELASTIC"])["uid"] if "GRADSYNC_ELASTIC" in os.environ else "0.0"
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_told_to_die(step: int, phase: str) -> bool:
+    return [UID, step, phase] in OPTIONS["kills"]
+
+
+def kill_in(module: str, name: str, phase: str) -> None:
+    """Die when a function of gradsync is called that a worker runs while it joins or goes on."""
+    if not any(kill[0] == UID and kill[2] == phase for kill in OPTIONS["kills"]):
+        return
+    owner = sys.modules[module]
+    monitored = getattr(owner, name)
+    calls = {"num": 0}
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls["num"] += 1
+        if is_told_to_die(calls["num"], phase):
+            if phase == "connecting":
+                time.sleep(0.02)  # the others have begun to connect
+            die()
+        return monitored(*args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+class Samples(torch.utils.data.Dataset[tuple[int, torch.Tensor, torch.Tensor]]):
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.x = torch.randn(OPTIONS["samples"], 8, generator=generator, dtype=torch.float64)
+        self.y = self.x.sum(1, keepdim=True).sin()
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+        return index, self.x[index], self.y[index]
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(8, 40), torch.nn.Tanh(), torch.nn.Linear(40, 1)).double()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    kill_in("gradsync.elastic.recovery", "copy_training_state", "healing")
+    kill_in("gradsync.elastic.session", "connect_members", "connecting")
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-2, total_steps=100_000)
+    loader = gradsync.shard(Samples(), global_batch_size=12, seed=2)
+    sync = gradsync.synchronize(
+        model, optimizer, OPTIONS["strategy"], scheduler=schedule, accumulate=OPTIONS["accumulate"]
+    )
+    step = number = 0  # of the run, and of this worker
+
+    def in_hook(_: torch.Tensor) -> None:
+        if is_told_to_die(number, "hook"):
+            die()
+
+    model[0].bias.register_post_accumulate_grad_hook(in_hook)
+    log = open(FOLDER / f"steps.{UID}", "a", buffering=1)  # noqa: SIM115 - for the life of the process
+    for _ in range(OPTIONS["epochs"]):
+        for index, x, y in loader:
+            step, number = sync.stats()["step"] + 1, number + 1
+            (FOLDER / f"at.{UID}").write_text(f"{step} {os.getpid()}")
+            if is_told_to_die(number, "forward"):
+                die()
+            if is_told_to_die(number, "stop"):
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if is_told_to_die(number, "leave"):
+                os.kill(os.getpid(), signal.SIGTERM)
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            time.sleep(OPTIONS["step_s"])
+            loss.backward()
+            if not sync.discarded:
+                log.write(json.dumps({"step": step, "samples": index.tolist()}) + "\n")
+            if is_told_to_die(number, "backward"):
+                die()
+            optimizer.step()
+            if is_told_to_die(number, "step"):
+                die()
+            schedule.step()
+    state = {"model": model.state_dict(), "lr": schedule.get_last_lr(), "steps": sync.stats()["step"]}
+    torch.save(state, FOLDER / f"final.{UID}")
+    (FOLDER / f"stats.{UID}").write_text(json.dumps(sync.stats().get("elastic", {})))
+
+
+if __name__ == "__main__":
+    main()
