@@ -1,0 +1,75 @@
+"""The training script of bench_survive.py: deterministic in float64, and it writes down what it has trained on.
+
+Each worker appends a line to a file of its own for every step that it has committed: the step and its samples. The
+first worker of the last step writes the final parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+
+import gradsync
+
+
+class Indexed(torch.utils.data.Dataset[tuple[int, torch.Tensor, torch.Tensor]]):
+    """Random samples from a seed, each with its number."""
+
+    def __init__(self, num_samples: int, width: int) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.x = torch.randn(num_samples, width, generator=generator, dtype=torch.float64)
+        self.y = torch.randn(num_samples, 1, generator=generator, dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+        return index, self.x[index], self.y[index]
+
+
+def main() -> None:
+    """Train, and write what was trained into the folder."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--strategy", default="allreduce")
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--samples", type=int, default=240)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--step-s", type=float, default=0.05)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    width = options.width
+    layers = [torch.nn.Linear(width, width), torch.nn.Tanh(), torch.nn.Linear(width, 1)]
+    model = torch.nn.Sequential(*layers).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-2, total_steps=10**6)
+    loader = gradsync.shard(Indexed(options.samples, width), global_batch_size=24, seed=3)
+    sync = gradsync.synchronize(model, optimizer, options.strategy, scheduler=schedule)
+    uid = json.loads(os.environ["GRADSYNC_ELASTIC"])["uid"] if "GRADSYNC_ELASTIC" in os.environ else f"{sync.rank}.0"
+    (options.folder / f"ready.{uid}").write_text(str(os.getpid()))
+    log = open(options.folder / f"steps.{uid}", "a", buffering=1)  # noqa: SIM115 - for the life of the process
+    for epoch in range(options.epochs):
+        for index, x, y in loader:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            time.sleep(options.step_s)
+            loss.backward()
+            if not sync.discarded:
+                done = {"step": sync.stats()["step"], "epoch": epoch, "samples": index.tolist(), "at_s": time.time()}
+                log.write(json.dumps(done) + "\n")
+            optimizer.step()
+            schedule.step()
+    if sync.rank == 0:
+        torch.save({"model": model.state_dict(), "lr": schedule.get_last_lr()}, options.folder / "final.pt")
+    (options.folder / f"stats.{uid}").write_text(json.dumps(sync.stats().get("elastic", {})))
+    sync.close()
+
+
+if __name__ == "__main__":
+    main()
