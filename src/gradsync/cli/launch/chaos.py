@@ -21,7 +21,8 @@ from dataclasses import dataclass
 
 KINDS = ("kill", "stop", "cut")
 UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-PROBED_ADDRESS = "192.0.2.1"  # reserved for documentation: no machine has it
+PROBED_ADDRESS = "198.51.100.1"  # reserved for documentation
+PROBED_TABLE = "29500"  # a routing table that no rule names: what is in it changes nothing
 COMMAND_S = 10.0
 
 _RATE = re.compile(r"(?P<kind>\w+)\s+(?P<count>\d+(\.\d+)?)\s*/\s*(?P<time>\d+(\.\d+)?)\s*(?P<unit>[a-z]*)")
@@ -119,8 +120,7 @@ class Schedule:
 def cut_unavailable_reason(num_nodes: int) -> str | None:
     """Why this node can't be cut off from the others; None if it can.
 
-    It adds and removes a route to an address that no machine has, because a container may run as root and still forbid
-    that.
+    It adds and removes a route in a table that is not used, because a container may run as root and still forbid that.
     """
     if num_nodes == 1:
         return "it cuts a node off from the other nodes, and this run has one node. Give --nnodes, or leave it out."
@@ -129,7 +129,8 @@ def cut_unavailable_reason(num_nodes: int) -> str | None:
     if os.geteuid() != 0:
         return f"it needs root, to add routes; got user id {os.geteuid()}. Run it with sudo, or leave it out."
     for act in ("add", "del"):
-        done = subprocess.run(_route(act, PROBED_ADDRESS), capture_output=True, text=True, timeout=COMMAND_S)
+        command = [*_route(act, PROBED_ADDRESS), "table", PROBED_TABLE]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S)
         if done.returncode != 0:
             return f"it needs CAP_NET_ADMIN, to add routes; got: {done.stderr.strip()}."
     return None
