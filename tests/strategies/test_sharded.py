@@ -612,3 +612,24 @@ def test_processes_equal_one_process(transport: str, world: int) -> None:
     outcomes = run_processes(world, train_in_process, transport)
     assert_same_bits(outcomes)
     assert_close(outcomes[0], Run(None).train(clip=0.05).close())
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "sharded"])
+def test_hooks_of_a_class_that_was_wrapped_twice_run_once(monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
+    optim.SGD([torch.zeros(1)], lr=0.1)  # torch wraps step()
+    twice = optim.Optimizer.profile_hook_step(optim.SGD.step)  # as after two threads have made the first two at once
+    monkeypatch.setattr(optim.SGD, "step", twice)
+
+    def go(comm: Communicator) -> Tensor:
+        model = seeded(mlp)
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        with gradsync.synchronize(model, optimizer, strategy=strategy, comm=comm):
+            model(torch.ones(2, 16, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+        return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+    model = seeded(mlp)
+    model(torch.ones(2, 16, dtype=torch.float64)).sum().backward()
+    expected = torch.cat([(param - 0.1 * param.grad).detach().flatten() for param in model.parameters()])
+    for weights in run_ranks(2, go):
+        torch.testing.assert_close(weights, expected)

@@ -238,7 +238,7 @@ class Membership:
                 if latest.rank_of(self.uid) is not None:
                     self.epoch = latest
                     return latest
-                if any(self._store.has(f"finished/{member.uid}") for member in latest.members):
+                if any(self._store.has(f"finished/{_process_of(member.uid)}") for member in latest.members):
                     raise RunHasEnded
                 if latest.number != asked:
                     self._store.set(f"wants/{latest.number}", f"worker {self.slot} waits to join")
@@ -253,7 +253,7 @@ class Membership:
     def rejoin(self) -> Epoch:
         """The others have given this worker up: join again, as a newcomer with nothing. Blocks."""
         self._num_rejoins += 1
-        self.uid = f"{self.uid.partition('r')[0]}r{self._num_rejoins}"
+        self.uid = f"{_process_of(self.uid)}r{self._num_rejoins}"
         return self.join()
 
     def latest_epoch(self) -> Epoch:
@@ -297,8 +297,13 @@ class Membership:
 
     def write_left(self, why: str) -> None:
         """Tell the launcher that this worker leaves in order."""
-        self._store.set(f"left/{self.uid}", why)
+        self._store.set(f"left/{_process_of(self.uid)}", why)
 
     def _is_gone(self, uid: str) -> bool:
-        """Whether a worker's process has ended. One that rejoins has the process of its first uid."""
-        return self._store.has(f"dead/{uid.partition('r')[0]}") or self._store.has(f"left/{uid}")
+        """Whether a worker's process has ended, or is about to."""
+        return self._store.has(f"dead/{_process_of(uid)}") or self._store.has(f"left/{_process_of(uid)}")
+
+
+def _process_of(uid: str) -> str:
+    """The uid under which the launcher knows the process: one that rejoins has that of its first uid."""
+    return uid.partition("r")[0]

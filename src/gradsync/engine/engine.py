@@ -28,7 +28,7 @@ from gradsync.buckets.slot import AnySlot, LooseSlot, Slot, SparseSlot
 from gradsync.comm.base import Communicator, Solo
 from gradsync.elastic.recovery import LOST
 from gradsync.engine.hooks import Hooks
-from gradsync.engine.step_gate import StepGate, has_values
+from gradsync.engine.step_gate import StepGate, has_values, run_hooks_once
 from gradsync.engine.survival import Survival
 from gradsync.engine.window import Window
 from gradsync.errors import GradSyncError, OutOfStep
@@ -159,6 +159,7 @@ class Engine:
         if settings.accumulate > 1 or self.strategy.slices_buckets:
             self.watch_incoming()
         self.gate = StepGate(self)
+        run_hooks_once(training.optimizer)
         self._hooks.also_remove(training.optimizer.register_step_pre_hook(self.gate.before_step).remove)
         self._hooks.also_remove(training.optimizer.register_step_post_hook(self.gate.after_step).remove)
 

@@ -181,5 +181,18 @@ def _already_run(loss: Any) -> Callable[[], Any]:
     return lambda: loss
 
 
+def run_hooks_once(optimizer: torch.optim.Optimizer) -> None:
+    """Let ``step()`` call its hooks once.
+
+    torch wraps a class's ``step`` when the first optimizer of it is made: twice if two threads make their first ones at
+    the same time. Every hook would then run twice in each step.
+    """
+    kind: Any = type(optimizer)
+    inner = getattr(kind.step, "__wrapped__", None)
+    if inner is not None and getattr(inner, "__code__", None) is getattr(kind.step, "__code__", inner):
+        kind.step = inner  # the flag of torch, `hooked`, may be on one of the two only
+        kind.step.hooked = True
+
+
 def _num_parameters(optimizer: torch.optim.Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
