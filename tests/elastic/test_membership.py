@@ -111,7 +111,7 @@ def test_frozen_member_is_given_up_by_a_majority_and_rejoins(port: int) -> None:
 
 
 def test_minority_waits_and_then_raises(port: int) -> None:
-    workers = start(port)
+    workers = start_impatient(port)
     (error,) = together(lambda: workers[3].agree(3, cause="cut off"))
     assert isinstance(error, Partitioned)
     assert "workers 0, 1, 2 are silent" in str(error)
