@@ -1,7 +1,7 @@
 """The training script of bench_survive.py: deterministic in float64, and it writes down what it has trained on.
 
-Each worker appends a line to a file of its own for every step that it has committed: the step and its samples. The
-first worker of the last step writes the final parameters.
+Each worker appends a line to a file of its own for every backward: the step, the epoch of the membership, its samples,
+and whether the step was discarded. The first worker of the last step writes the final parameters.
 """
 
 from __future__ import annotations
@@ -54,15 +54,16 @@ def main() -> None:
     uid = json.loads(os.environ["GRADSYNC_ELASTIC"])["uid"] if "GRADSYNC_ELASTIC" in os.environ else f"{sync.rank}.0"
     (options.folder / f"ready.{uid}").write_text(str(os.getpid()))
     log = open(options.folder / f"steps.{uid}", "a", buffering=1)  # noqa: SIM115 - for the life of the process
-    for epoch in range(options.epochs):
+    for _ in range(options.epochs):
         for index, x, y in loader:
+            number, members = sync.stats()["step"] + 1, sync.stats().get("elastic", {}).get("epoch", 0)
             optimizer.zero_grad()
             loss = torch.nn.functional.mse_loss(model(x), y)
             time.sleep(options.step_s)
             loss.backward()
-            if not sync.discarded:
-                done = {"step": sync.stats()["step"], "epoch": epoch, "samples": index.tolist(), "at_s": time.time()}
-                log.write(json.dumps(done) + "\n")
+            line = {"step": number, "members": members, "at_s": time.time()}
+            line |= {"discarded": True} if sync.discarded else {"samples": index.tolist()}
+            log.write(json.dumps(line) + "\n")
             optimizer.step()
             schedule.step()
     if sync.rank == 0:
