@@ -108,8 +108,8 @@ def _launched(options: argparse.Namespace, folder: Path) -> Iterator[tuple[list[
     log = folder / "launcher.log"
     script = [str(SCRIPT), str(folder), "--strategy", options.strategy, "--epochs", str(options.epochs)]
     script += ["--step-s", str(options.step_s)]
-    launcher = "benchmarks.workers.forking" if options.fork else "gradsync.cli.main"
-    common = [sys.executable, "-m", launcher, "run", "--elastic", "--timeout-s", str(options.timeout_s)]
+    module = "benchmarks.workers.forking" if options.fork else "gradsync.cli.main"
+    common = [sys.executable, "-m", module, "run", "--elastic", "--timeout-s", str(options.timeout_s)]
     common += ["--max-restarts", str(options.kills + 10), "--restart-delay-s", "0.05"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{PROJECT}:{os.environ.get('PYTHONPATH', '')}"}
     launchers: list[subprocess.Popen[bytes]] = []

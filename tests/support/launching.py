@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import inspect
 import io
 import os
@@ -192,11 +193,11 @@ _worker_copy: WorkerCopy | None = None  # in a command that was launched
 
 def _fork_workers() -> None:
     """Let the commands and workers that this process starts be forked from a copy of it."""
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
-
     global _worker_copy
     _worker_copy = WorkerCopy()
     worker = [sys.executable, *WORKER]
+    torch_handler = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
+    subprocess_handler: Any = importlib.import_module(torch_handler)
     subprocess_handler.Popen = _forking(subprocess_handler.Popen, worker)
     subprocess.Popen = _forking(_forking(subprocess.Popen, GRADSYNC), worker)  # type: ignore[misc,assignment]
 
