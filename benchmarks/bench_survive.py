@@ -2,6 +2,7 @@
 
     python benchmarks/bench_survive.py --kills 50 --strategy allreduce
     python benchmarks/bench_survive.py --kills 50 --strategy "allreduce(codec=int8)" --hosts 2
+    python benchmarks/bench_survive.py --kills 20 --torchft OTHER_VENV/bin/python
 
 `gradsync run --elastic` trains a small model in float64. Random workers, the one with rank 0 and the heartbeat's hub
 included, get SIGKILL at random moments, by seed; the launcher starts new ones. Afterwards is checked:
@@ -43,12 +44,14 @@ import torch  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from benchmarks.support.reporting import Reporting, add_saving  # noqa: E402
+from benchmarks.workers.survive import BATCH, NUM_SAMPLES  # noqa: E402
 from gradsync.testing import Lab  # noqa: E402
 
 SCRIPT = PROJECT / "benchmarks" / "workers" / "survive.py"
-BATCH = 24
+TORCHFT_SCRIPT = SCRIPT.with_name("survive_torchft.py")
 EXACT = 1e-9
 ALLOWED_POINTS = 0.5
+STEPS_AN_EPOCH = NUM_SAMPLES // BATCH
 READY_S = 120.0
 MARGIN_S = 120.0  # beyond the kills, for the run to end
 
@@ -111,12 +114,16 @@ def _launched(options: argparse.Namespace, folder: Path) -> Iterator[tuple[list[
     module = "benchmarks.workers.forking" if options.fork else "gradsync.cli.main"
     common = [sys.executable, "-m", module, "run", "--elastic", "--timeout-s", str(options.timeout_s)]
     common += ["--max-restarts", str(options.kills + 10), "--restart-delay-s", "0.05"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{PROJECT}:{os.environ.get('PYTHONPATH', '')}"}
+    paths = f"{PROJECT / 'src'}:{PROJECT}:{os.environ.get('PYTHONPATH', '')}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     launchers: list[subprocess.Popen[bytes]] = []
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(open(log, "wb"))
         per_host = options.workers // options.hosts
-        if options.hosts == 1:
+        if options.torchft:
+            script[0] = str(TORCHFT_SCRIPT)
+            commands = [[options.torchft, *script[:2], "--supervise", str(options.workers), *script[4:]]]
+        elif options.hosts == 1:
             commands = [[*common, "-n", str(per_host), *script]]
         else:
             lab = stack.enter_context(Lab(hosts=options.hosts))
@@ -174,12 +181,7 @@ def check(
     options: argparse.Namespace, folder: Path, kills: Sequence[tuple[str, bool, float]]
 ) -> tuple[dict[str, Any], list[Kill]]:
     """Compare what was trained with what should have been."""
-    lines = [
-        json.loads(line)
-        for path in folder.glob("steps.*")
-        for line in path.read_text().splitlines()
-        if line.endswith("}")  # the last one of a killed worker may be cut off
-    ]
+    lines = _lines(folder)
     attempts = {(line["step"], line["members"]) for line in lines}
     ended = [line for line in lines if "samples" in line]
     committed: dict[int, int] = {}  # the members, by number, with which each step was made
@@ -189,53 +191,87 @@ def check(
     trained: dict[int, Counter[int]] = {}
     for line in ended:
         trained.setdefault(line["step"], Counter()).update(line["samples"])
-    total = options.epochs * options.samples // BATCH
-    twice, missing, unexplained = 0, 0, 0
+    missing = unexplained = 0
+    per_epoch: dict[int, Counter[int]] = {}
     for step, samples in trained.items():
-        twice += sum(samples.values()) - len(samples)
-        missing += BATCH - len(samples)
-        if len(samples) < BATCH and committed.get(step + 1, committed[step] + 1) == committed[step]:
-            unexplained += BATCH - len(samples)  # nobody was lost between this step and the next
-    per_epoch = Counter((step - 1) // (options.samples // BATCH) for step in trained)
-    order = {
-        epoch: Counter(
-            sample
-            for step, samples in trained.items()
-            if (step - 1) // (options.samples // BATCH) == epoch
-            for sample in samples
-        )
-        for epoch in per_epoch
+        per_epoch.setdefault((step - 1) // STEPS_AN_EPOCH, Counter()).update(samples)
+        absent = BATCH - len(samples)
+        missing += absent
+        if committed.get(step + 1) == committed[step]:
+            unexplained += absent  # nobody was lost between this step and the next
+    discarded = len(attempts) - len(committed)
+    found, stalls = _stalls(ended, kills)
+    summary: dict[str, Any] = {
+        "kills": len(kills),
+        "kills_of_rank_0": sum(was_first for _, was_first, _ in kills),
+        "steps": len(committed),
+        "expected_steps": options.epochs * STEPS_AN_EPOCH,
+        "samples_twice": sum(sum(samples.values()) - len(samples) for samples in per_epoch.values()),
+        "samples_missing_in_logs_of_killed_workers": missing - unexplained,
+        "samples_missing": unexplained,
+        "discarded_attempts": discarded,
+        "committed_percent": 100 * len(committed) / len(attempts),
+        "points_below_what_kills_allow": 100 * (discarded - len(kills)) / len(attempts),
+        **stalls,
     }
-    twice += sum(count - 1 for samples in order.values() for count in samples.values() if count > 1)
+    if options.strategy == "allreduce":
+        summary["largest_difference"] = _difference(options, folder)
+    return summary, found
+
+
+def check_torchft(
+    options: argparse.Namespace, folder: Path, kills: Sequence[tuple[str, bool, float]]
+) -> tuple[dict[str, Any], list[Kill]]:
+    """The same figures of a run of torchft, whose loaders go on after a discarded step, and begin anew in newcomers."""
+    lines = _lines(folder)
+    ended = [line for line in lines if not line["discarded"]]
+    steps = {line["step"] for line in ended}
+    trained: Counter[tuple[int, int]] = Counter()
+    for line in ended:
+        trained.update((line["epoch"], sample) for sample in line["samples"])
+    drawn = {(line["epoch"], sample) for line in lines for sample in line["samples"]}
+    found, stalls = _stalls(ended, kills)
+    summary = {
+        "kills": len(kills),
+        "steps": len(steps),
+        "expected_steps": options.epochs * STEPS_AN_EPOCH,
+        "samples_of_a_step": sum(len(line["samples"]) for line in ended) / max(1, len(steps)),
+        "samples_expected_in_a_step": BATCH,
+        "samples_twice": sum(trained.values()) - len(trained),
+        "samples_drawn_and_lost": len(drawn - set(trained)),
+        "discarded_steps_of_workers": len(lines) - len(ended),
+        **stalls,
+    }
+    return summary, found
+
+
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    return [
+        json.loads(line)
+        for path in folder.glob("steps.*")
+        for line in path.read_text().splitlines()
+        if line.endswith("}")  # the last one of a killed worker may be cut off
+    ]
+
+
+def _stalls(
+    ended: Sequence[dict[str, Any]], kills: Sequence[tuple[str, bool, float]]
+) -> tuple[list[Kill], dict[str, float | None]]:
+    """What each kill cost, and a summary."""
     times = sorted({line["step"]: line["at_s"] for line in sorted(ended, key=lambda line: -line["at_s"])}.items())
-    gaps = [later - earlier for (_, earlier), (_, later) in itertools.pairwise(times)]
-    usual_s = statistics.median(gaps)
+    usual_s = statistics.median(later - earlier for (_, earlier), (_, later) in itertools.pairwise(times))
     found = []
     for uid, was_first, at_s in kills:
         after = [seconds for _, seconds in times if seconds > at_s]
         if after:
             found.append(Kill(uid, was_first, at_s, max(0.0, min(after) - at_s - usual_s)))
     stalls = sorted(kill.stall_s for kill in found)
-    discarded = len(attempts) - len(committed)
-    summary: dict[str, Any] = {
-        "kills": len(kills),
-        "kills_of_rank_0": sum(was_first for _, was_first, _ in kills),
-        "steps": len(committed),
-        "expected_steps": total,
-        "samples_twice": twice,
-        "samples_missing_in_logs_of_killed_workers": missing - unexplained,
-        "samples_missing": unexplained,
-        "discarded_attempts": discarded,
-        "committed_percent": 100 * len(committed) / len(attempts),
-        "points_below_what_kills_allow": 100 * (discarded - len(kills)) / len(attempts),
+    return found, {
         "usual_step_s": usual_s,
         "stall_median_s": statistics.median(stalls) if stalls else None,
         "stall_95_s": stalls[min(len(stalls) - 1, int(0.95 * len(stalls)))] if stalls else None,
         "stall_max_s": stalls[-1] if stalls else None,
     }
-    if options.strategy == "allreduce":
-        summary["largest_difference"] = _difference(options, folder)
-    return summary, found
 
 
 def _difference(options: argparse.Namespace, folder: Path) -> float:
@@ -268,7 +304,8 @@ def problems(summary: dict[str, Any]) -> list[str]:
 
 def table_of(options: argparse.Namespace, summary: dict[str, Any]) -> Table:
     """The summary as a table."""
-    title = f"{options.strategy}, {options.workers} workers on {options.hosts} host(s), {summary['kills']} kills"
+    what = "torchft" if options.torchft else options.strategy
+    title = f"{what}, {options.workers} workers on {options.hosts} host(s), {summary['kills']} kills"
     table = Table(title=title, show_header=False)
     for name, value in summary.items():
         table.add_row(name.replace("_", " "), f"{value:.3g}" if isinstance(value, float) else str(value))
@@ -290,16 +327,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--step-s", type=float, default=0.05, help="the time that a step computes (default: 0.05)")
     parser.add_argument("--timeout-s", type=float, default=10.0, help="of the run (default: 10)")
     parser.add_argument("--fork", action="store_true", help="fork the workers: they start without importing torch")
+    parser.add_argument(
+        "--torchft", metavar="PYTHON", default="", help="train with torchft instead: a Python that has torchft 0.2.0"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of victims and moments (default: 0)")
     add_saving(parser, files="JSON")
     options = parser.parse_args(arguments)
     if options.workers % options.hosts:
         parser.error(f"--workers must be a multiple of --hosts; got {options.workers} and {options.hosts}.")
-    options.samples = 240
     # Long enough for all kills, and some steps beyond: each kill takes a gap, and a little for those who come back.
     back_s = 0.3 if options.fork else 1.0
     steps = options.kills * (options.gap_s + back_s) / (options.step_s + 0.01)
-    options.epochs = max(2, round(steps / (options.samples // BATCH)))
+    options.epochs = max(2, round(steps / STEPS_AN_EPOCH))
     return options
 
 
@@ -313,9 +352,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             kills, log = run(options, folder, begin)
         except RunFailed as error:
             reporting.fail(error)
-        summary, each = check(options, folder, kills)
+        summary, each = (check_torchft if options.torchft else check)(options, folder, kills)
     reporting.console.print(table_of(options, summary))
-    found = problems(summary)
+    found = [] if options.torchft else problems(summary)
     for problem in found:
         reporting.console.print(problem, markup=False)
     if not options.no_save:

@@ -16,13 +16,17 @@ import torch
 
 import gradsync
 
+NUM_SAMPLES = 240
+BATCH = 24
+WIDTH = 64
+
 
 class Indexed(torch.utils.data.Dataset[tuple[int, torch.Tensor, torch.Tensor]]):
     """Random samples from a seed, each with its number."""
 
-    def __init__(self, num_samples: int, width: int) -> None:
+    def __init__(self, num_samples: int) -> None:
         generator = torch.Generator().manual_seed(7)
-        self.x = torch.randn(num_samples, width, generator=generator, dtype=torch.float64)
+        self.x = torch.randn(num_samples, WIDTH, generator=generator, dtype=torch.float64)
         self.y = torch.randn(num_samples, 1, generator=generator, dtype=torch.float64)
 
     def __len__(self) -> int:
@@ -32,24 +36,26 @@ class Indexed(torch.utils.data.Dataset[tuple[int, torch.Tensor, torch.Tensor]]):
         return index, self.x[index], self.y[index]
 
 
+def make_model() -> torch.nn.Module:
+    """The same weights in every run."""
+    torch.manual_seed(1)
+    layers = [torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, 1)]
+    return torch.nn.Sequential(*layers).double()
+
+
 def main() -> None:
     """Train, and write what was trained into the folder."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--strategy", default="allreduce")
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--samples", type=int, default=240)
-    parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--step-s", type=float, default=0.05)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    torch.manual_seed(1)
-    width = options.width
-    layers = [torch.nn.Linear(width, width), torch.nn.Tanh(), torch.nn.Linear(width, 1)]
-    model = torch.nn.Sequential(*layers).double()
+    model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-2, total_steps=10**6)
-    loader = gradsync.shard(Indexed(options.samples, width), global_batch_size=24, seed=3)
+    loader = gradsync.shard(Indexed(NUM_SAMPLES), global_batch_size=BATCH, seed=3)
     sync = gradsync.synchronize(model, optimizer, options.strategy, scheduler=schedule)
     uid = json.loads(os.environ["GRADSYNC_ELASTIC"])["uid"] if "GRADSYNC_ELASTIC" in os.environ else f"{sync.rank}.0"
     (options.folder / f"ready.{uid}").write_text(str(os.getpid()))
