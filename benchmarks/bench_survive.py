@@ -45,6 +45,7 @@ from rich.table import Table  # noqa: E402
 
 from benchmarks.support.reporting import Reporting, add_saving  # noqa: E402
 from benchmarks.workers.survive import BATCH, NUM_SAMPLES  # noqa: E402
+from gradsync import spec  # noqa: E402
 from gradsync.testing import Lab  # noqa: E402
 
 SCRIPT = PROJECT / "benchmarks" / "workers" / "survive.py"
@@ -113,7 +114,7 @@ def _launched(options: argparse.Namespace, folder: Path) -> Iterator[tuple[list[
     script += ["--step-s", str(options.step_s)]
     module = "benchmarks.workers.forking" if options.fork else "gradsync.cli.main"
     common = [sys.executable, "-m", module, "run", "--elastic", "--timeout-s", str(options.timeout_s)]
-    common += ["--max-restarts", str(options.kills + 10), "--restart-delay-s", "0.05"]
+    common += ["--max-restarts", str(options.kills + 10), "--restart-delay-s", "0"]
     paths = f"{PROJECT / 'src'}:{PROJECT}:{os.environ.get('PYTHONPATH', '')}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     launchers: list[subprocess.Popen[bytes]] = []
@@ -333,6 +334,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of victims and moments (default: 0)")
     add_saving(parser, files="JSON")
     options = parser.parse_args(arguments)
+    for name in ("kills", "workers", "hosts"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be 1 or more; got {getattr(options, name)}.")
+    if not 1 <= options.min <= options.workers:
+        parser.error(f"--min must be from 1 to --workers; got {options.min}.")
+    if options.torchft and not Path(options.torchft).is_file():
+        parser.error(f"--torchft: expected a Python; there is none at {options.torchft!r}.")
+    if options.torchft and options.hosts > 1:
+        parser.error(f"--torchft runs on one host; got --hosts {options.hosts}.")
+    try:
+        spec.parse(options.strategy, kind="strategy")
+    except ValueError as error:
+        parser.error(f"--strategy: {error}")
     if options.workers % options.hosts:
         parser.error(f"--workers must be a multiple of --hosts; got {options.workers} and {options.hosts}.")
     # Long enough for all kills, and some steps beyond: each kill takes a gap, and a little for those who come back.
