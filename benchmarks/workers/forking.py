@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import sys
 
+import torch._dynamo  # noqa: F401 - which the first optimizer would import
+
 import gradsync.cli.main
 import gradsync.comm.hierarchical.communicator
 import gradsync.comm.shm.communicator

@@ -43,6 +43,29 @@ def make_model() -> torch.nn.Module:
     return torch.nn.Sequential(*layers).double()
 
 
+class Place:
+    """The step that is under way, and the number of the members. Asks for them only when the members have changed."""
+
+    def __init__(self, sync: gradsync.Synchronizer) -> None:
+        self._sync = sync
+        self._has_changed = True
+        self._step = self._members = 0
+        sync.on_new_epoch(self._on_new_epoch)
+
+    def begin_step(self) -> tuple[int, int]:
+        if self._has_changed:
+            self._has_changed = False
+            stats = self._sync.stats()
+            self._step, self._members = stats["step"], stats.get("elastic", {}).get("epoch", 0)
+        return self._step + 1, self._members
+
+    def end_step(self) -> None:
+        self._step += not self._sync.discarded
+
+    def _on_new_epoch(self, _: object) -> None:
+        self._has_changed = True
+
+
 def main() -> None:
     """Train, and write what was trained into the folder."""
     parser = argparse.ArgumentParser()
@@ -60,9 +83,10 @@ def main() -> None:
     uid = json.loads(os.environ["GRADSYNC_ELASTIC"])["uid"] if "GRADSYNC_ELASTIC" in os.environ else f"{sync.rank}.0"
     (options.folder / f"ready.{uid}").write_text(str(os.getpid()))
     log = open(options.folder / f"steps.{uid}", "a", buffering=1)  # noqa: SIM115 - for the life of the process
+    place = Place(sync)
     for _ in range(options.epochs):
         for index, x, y in loader:
-            number, members = sync.stats()["step"] + 1, sync.stats().get("elastic", {}).get("epoch", 0)
+            number, members = place.begin_step()
             optimizer.zero_grad()
             loss = torch.nn.functional.mse_loss(model(x), y)
             time.sleep(options.step_s)
@@ -72,6 +96,7 @@ def main() -> None:
             log.write(json.dumps(line) + "\n")
             optimizer.step()
             schedule.step()
+            place.end_step()
     if sync.rank == 0:
         torch.save({"model": model.state_dict(), "lr": schedule.get_last_lr()}, options.folder / "final.pt")
     (options.folder / f"stats.{uid}").write_text(json.dumps(sync.stats().get("elastic", {})))
