@@ -119,7 +119,7 @@ def _launched(options: argparse.Namespace, folder: Path) -> Iterator[tuple[list[
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     launchers: list[subprocess.Popen[bytes]] = []
     with contextlib.ExitStack() as stack:
-        output = stack.enter_context(open(log, "wb"))
+        output = stack.enter_context(open(log, "ab"))
         per_host = options.workers // options.hosts
         if options.torchft:
             script[0] = str(TORCHFT_SCRIPT)
