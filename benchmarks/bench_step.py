@@ -45,7 +45,7 @@ from gradsync.testing import LabError  # noqa: E402
 
 WIDTH = 200  # the table has many columns
 COMPUTE = ("compute", "compute_adam")
-BASELINES = {"ddp": "times DDP's (95 %)", "compute": "times compute's (95 %)", "compute_adam": "times AdamW's (95 %)"}
+BASELINES = {"ddp": "DDP's", "compute": "compute's", "compute_adam": "AdamW's"}  # the others go by their own name
 Summary = dict[str, dict[str, Any]]  # by variant
 
 
@@ -61,7 +61,9 @@ def measure(cluster: Cluster, variants: Sequence[str], options: argparse.Namespa
         return measured
 
 
-def summarize(measured: dict[str, Any], cluster: Cluster, *, means: bool = False) -> Summary:
+def summarize(
+    measured: dict[str, Any], cluster: Cluster, *, means: bool = False, baselines: Sequence[str] = tuple(BASELINES)
+) -> Summary:
     """Reduce each variant's steps to medians, and each round to ratios to the baselines and the bound of that round.
 
     means: use means in place of medians, for variants that communicate in a few steps only.
@@ -87,22 +89,24 @@ def summarize(measured: dict[str, Any], cluster: Cluster, *, means: bool = False
             "bound_s": None if bounds is None else statistics.median(bounds),
             "ratio_to_bound": None if bounds is None else paired_ratio(rounds[name], bounds).as_dict(),
         }
-        for baseline in BASELINES:
+        for baseline in baselines:
             measured_too = name != baseline and baseline in rounds
             ratio = paired_ratio(rounds[name], rounds[baseline]).as_dict() if measured_too else None
             summary[name][f"ratio_to_{baseline}"] = ratio
     return summary
 
 
-def table_of(summaries: dict[str, Summary], *, title: str, means: bool = False) -> Table:
+def table_of(
+    summaries: dict[str, Summary], *, title: str, means: bool = False, baselines: Sequence[str] = tuple(BASELINES)
+) -> Table:
     """The table of all clusters; the bytes are those that the interface of one host sent in a step."""
     measured = {name for summary in summaries.values() for name in summary}
-    baselines = [baseline for baseline in BASELINES if baseline in measured]
+    baselines = [baseline for baseline in baselines if baseline in measured]
     middle = "mean" if means else "median"
     table = Table(title=title)
     for column in ("link", "variant"):
         table.add_column(column)
-    for column in (f"{middle} step, ms", *(BASELINES[name] for name in baselines), "bound, ms", "times bound"):
+    for column in (f"{middle} step, ms", *(_title_of_ratio(name) for name in baselines), "bound, ms", "times bound"):
         table.add_column(column, justify="right")
     for column in ("sent, MB", "memory, MB", "optimizer state, MB"):
         table.add_column(column, justify="right")
@@ -119,6 +123,10 @@ def table_of(summaries: dict[str, Summary], *, title: str, means: bool = False) 
             table.add_row(cluster, VARIANTS[name].title, step_ms, *shown, *bound, *megabytes)
         table.add_section()
     return table
+
+
+def _title_of_ratio(baseline: str) -> str:
+    return f"times {BASELINES.get(baseline, baseline)} (95 %)"
 
 
 def title_of(measured: dict[str, Any], *, model: str, optimizer: str) -> str:
@@ -148,6 +156,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="of all variants but those with adam in their names, which train with AdamW (default: sgd)",
     )
     parser.add_argument("--variants", default="compute,ddp,gradsync,gradsync_shm", help=f"of {','.join(VARIANTS)}")
+    parser.add_argument(
+        "--baselines",
+        default=",".join(BASELINES),
+        help=f"variants that the others are compared with, where they are measured (default: {','.join(BASELINES)})",
+    )
     parser.add_argument("--world", help="numbers of ranks, such as 2,4,8 (default: 2)")
     parser.add_argument("--hosts", type=int, help="hosts in a lab, in place of --world: hosts x ranks per host")
     parser.add_argument("--ranks-per-host", type=int, default=1, help="ranks on each host of a lab (default: 1)")
@@ -157,10 +170,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeout-s", type=float, default=1800.0, help="for each link (default: 1800)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON")
     options = parser.parse_args(arguments)
-    options.variants = options.variants.split(",")
-    unknown = [name for name in options.variants if name not in VARIANTS]
-    if unknown:
-        parser.error(f"--variants must be of {', '.join(VARIANTS)}; got {', '.join(unknown)}.")
+    for several in ("variants", "baselines"):
+        names = getattr(options, several).split(",")
+        setattr(options, several, names)
+        unknown = [name for name in names if name not in VARIANTS]
+        if unknown:
+            parser.error(f"--{several} must be of {', '.join(VARIANTS)}; got {', '.join(unknown)}.")
     for name in options.variants:
         package = VARIANTS[name].needs
         if package and importlib.util.find_spec(package) is None:
@@ -219,9 +234,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             except LabError as error:
                 reporting.fail(f"{cluster.name}: {error}")
         found[cluster.name] = measured
-        summaries[cluster.name] = summarize(measured, cluster, means=options.means)
+        summaries[cluster.name] = summarize(measured, cluster, means=options.means, baselines=options.baselines)
         title = title_of(measured, model=options.model, optimizer=options.optimizer)
-    reporting.console.print(table_of(summaries, title=title, means=options.means))
+    reporting.console.print(table_of(summaries, title=title, means=options.means, baselines=options.baselines))
     setting = {"model": options.model, "optimizer": options.optimizer}
     reporting.write(options.results, {**setting, "summary": summaries, "measured": found})
 

@@ -21,10 +21,13 @@ from benchmarks.workers import step_peers as peers
 from benchmarks.workers.step_model import MODELS, Batch, Workload
 from benchmarks.workers.step_optimizer import make_plain, make_zero, state_bytes
 from benchmarks.workers.step_timing import order_of_round, step_of, time_block
+from gradsync.cli.launch.elastic_store import LOOPBACK, HostedStore
 from gradsync.comm.c10d.communicator import C10d
 from gradsync.comm.hierarchical.communicator import connect_hierarchical
+from gradsync.comm.objects import broadcast_object
 from gradsync.comm.shm.communicator import Shm
 from gradsync.comm.topology import survey_hosts
+from gradsync.elastic.session import Session
 
 Attach = Callable[[nn.Module, torch.optim.Optimizer, gradsync.Communicator], nn.Module]
 MakeOptimizer = Callable[[Iterable[nn.Parameter], str], torch.optim.Optimizer]
@@ -101,6 +104,27 @@ def _hierarchical(text: str) -> Attach:
     return attach
 
 
+def _elastic(model: nn.Module, optimizer: torch.optim.Optimizer, comm: gradsync.Communicator) -> nn.Module:
+    """As a worker of `gradsync run --elastic` attaches: rank 0 holds the store that its launcher would hold."""
+    global HELD_STORE
+    if comm.rank == 0:
+        HELD_STORE = HostedStore(LOOPBACK, 0)
+    port = broadcast_object(comm, HELD_STORE.port if HELD_STORE is not None else None, 0)
+    session = Session.start(
+        {
+            "store": f"{LOOPBACK}:{port}",
+            "uid": f"{comm.rank}.0",
+            "slot": comm.rank,
+            "founders": [f"{rank}.0" for rank in range(comm.world_size)],
+            "min": 1,
+            "max": comm.world_size,
+        }
+    )
+    return _attach(model, optimizer, "allreduce", session.open("shm", comm.timeout_s))
+
+
+HELD_STORE: HostedStore | None = None
+
 WARM_UP_STEPS = 3  # both DDP and gradsync rebuild their buckets after the first
 
 # Lossy compression. The 16-bit codec is what the others must beat.
@@ -137,6 +161,7 @@ VARIANTS: dict[str, Variant] = {
     "gradsync": Variant(title="gradsync, tcp", attach=_strategy("allreduce")),
     "gradsync_c10d": Variant(title="gradsync, c10d", attach=_gradsync_c10d),
     "gradsync_shm": Variant(title="gradsync, shm", attach=_on_shm("allreduce"), one_host_only=True),
+    "gradsync_elastic": Variant(title="gradsync, shm, elastic", attach=_elastic, one_host_only=True),
     "gradsync_adam": Variant(title="gradsync, shm, AdamW", attach=_on_shm("allreduce"), one_host_only=True, adam=True),
     "sharded": Variant(title="sharded, tcp", attach=_strategy("sharded")),
     "sharded_fp16": Variant(
