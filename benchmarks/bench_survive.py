@@ -32,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,8 @@ def run(options: argparse.Namespace, folder: Path, begin: Any) -> tuple[list[tup
             wait_s = chance.expovariate(1 / options.gap_s)
             time.sleep(wait_s)
             end_s = time.monotonic() + READY_S
-            while len(alive := _alive(folder)) < options.min:
+            killed = {uid for uid, _, _ in kills}  # the system may still be ending the last one
+            while len(alive := _alive(folder, without=killed)) < options.min:
                 _check_running(launchers, log, end_s, "no worker came back")
                 time.sleep(0.02)
             first = min(alive, key=lambda uid: int(uid.partition(".")[0]))
@@ -158,13 +159,13 @@ def _check_running(launchers: Sequence[subprocess.Popen[bytes]], log: Path, end_
             raise RunFailed(f"a launcher ended with {launcher.returncode}:\n{log.read_text()[-4000:]}")
 
 
-def _alive(folder: Path) -> dict[str, int]:
+def _alive(folder: Path, without: Collection[str] = ()) -> dict[str, int]:
     """The processes of the workers that train, by uid."""
     found = {}
     for path in folder.glob("ready.*"):
-        text = path.read_text()
-        if text and not _is_over(int(text)):
-            found[path.name.removeprefix("ready.")] = int(text)
+        uid, text = path.name.removeprefix("ready."), path.read_text()
+        if text and uid not in without and not _is_over(int(text)):
+            found[uid] = int(text)
     return found
 
 
@@ -207,6 +208,7 @@ def check(
         "kills_of_rank_0": sum(was_first for _, was_first, _ in kills),
         "steps": len(committed),
         "expected_steps": options.epochs * STEPS_AN_EPOCH,
+        "times_begun_anew": _times_begun_anew(lines),
         "samples_twice": sum(sum(samples.values()) - len(samples) for samples in per_epoch.values()),
         "samples_missing_in_logs_of_killed_workers": missing - unexplained,
         "samples_missing": unexplained,
@@ -255,6 +257,18 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
+def _times_begun_anew(lines: Sequence[dict[str, Any]]) -> int:
+    """How often an epoch began more than a step before the last one had ended: its members had lost the state."""
+    steps: dict[int, list[int]] = {}
+    for line in lines:
+        steps.setdefault(line["members"], []).append(line["step"])
+    newest = times = 0
+    for members in sorted(steps):
+        times += min(steps[members]) < newest
+        newest = max(steps[members])
+    return times
+
+
 def _stalls(
     ended: Sequence[dict[str, Any]], kills: Sequence[tuple[str, bool, float]]
 ) -> tuple[list[Kill], dict[str, float | None]]:
@@ -292,6 +306,8 @@ def problems(summary: dict[str, Any]) -> list[str]:
     found = []
     if summary["steps"] != summary["expected_steps"]:
         found.append(f"{summary['steps']} steps were committed; expected {summary['expected_steps']}.")
+    if summary["times_begun_anew"]:
+        found.append(f"training began anew {summary['times_begun_anew']} times, though some workers were alive.")
     if summary["samples_twice"]:
         found.append(f"{summary['samples_twice']} samples were trained twice.")
     if summary["samples_missing"]:

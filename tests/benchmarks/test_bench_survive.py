@@ -15,6 +15,7 @@ AS_IT_SHOULD_BE: dict[str, Any] = {
     "kills": 10,
     "steps": 50,
     "expected_steps": 50,
+    "times_begun_anew": 0,
     "samples_twice": 0,
     "samples_missing": 0,
     "discarded_attempts": 10,
@@ -41,6 +42,7 @@ def test_elastic_run_goes_on_exactly_while_workers_are_killed(strategy: str, hos
     [
         ({}, ""),
         ({"steps": 49}, "49 steps were committed; expected 50."),
+        ({"times_begun_anew": 1}, "training began anew 1 times"),
         ({"samples_twice": 6}, "6 samples were trained twice."),
         ({"samples_missing": 6}, "6 samples are in no log"),
         ({"discarded_attempts": 11, "points_below_what_kills_allow": 1.7}, "11 attempts were discarded, in 10 kills."),

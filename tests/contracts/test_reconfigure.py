@@ -212,7 +212,7 @@ def test_worlds_leave_nothing_behind(transport: str) -> None:
         assert all(count <= after_second[what] for what, count in at_end.items()), (after_second, at_end)
 
 
-def come_too_late(port: int, transport: str, dies_in: str) -> tuple[tuple[int, ...], float, bool]:
+def come_too_late(port: int, transport: str, dies_in: str, timeout_s: float) -> tuple[tuple[int, ...], float, bool]:
     """The last member does not come, or dies while it connects. Returns the lost ranks, the time, and what is left."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank == size - 1:
@@ -220,11 +220,18 @@ def come_too_late(port: int, transport: str, dies_in: str) -> tuple[tuple[int, .
             return (), 0.0, True
         make = BareGroups.make
 
-        def die_after_coming(self: BareGroups, *args: Any) -> Any:
-            self._wait_for_members = lambda *_: die_as_process()  # type: ignore[method-assign]
+        def die_in(self: BareGroups, *args: Any) -> Any:
+            wait = self._wait_for_members
+
+            def die(*args: Any) -> None:
+                if dies_in == "Gloo":  # the others have seen it come, and block in C
+                    wait(*args)
+                die_as_process()
+
+            self._wait_for_members = die  # type: ignore[method-assign]
             return make(self, *args)
 
-        BareGroups.make = die_after_coming  # type: ignore[method-assign]
+        BareGroups.make = die_in  # type: ignore[method-assign]
     store = store_at(port)
     store.set(f"started/{rank}", "")
     # (Only their coming to the world is late or not, never their start.)
@@ -233,7 +240,7 @@ def come_too_late(port: int, transport: str, dies_in: str) -> tuple[tuple[int, .
     began_s = time.monotonic()
     try:
         connect_members(
-            store, generation="x", rank=rank, world_size=size, transport=transport, timeout_s=LATE_S, why="a test"
+            store, generation="x", rank=rank, world_size=size, transport=transport, timeout_s=timeout_s, why="a test"
         )
     except PeerLost as lost:
         took_s = time.monotonic() - began_s
@@ -247,10 +254,16 @@ def come_too_late(port: int, transport: str, dies_in: str) -> tuple[tuple[int, .
     return ranks, took_s, clean
 
 
-@pytest.mark.parametrize("dies_in", ["absence", "connecting"])
-def test_connect_members_names_a_member_that_does_not_come(dies_in: str) -> None:
+@pytest.mark.parametrize(
+    ("dies_in", "timeout_s"),
+    # Gloo itself would give up only after a fifth of the timeout.
+    [("absence", LATE_S), ("connecting", LATE_S), ("Gloo", 20 * LATE_S)],
+)
+def test_connect_members_names_a_member_that_does_not_come(dies_in: str, timeout_s: float) -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    *others, last = run_processes(3, come_too_late, server.port, "shm", dies_in, expect_failure=True, timeout_s=60)
+    *others, last = run_processes(
+        3, come_too_late, server.port, "shm", dies_in, timeout_s, expect_failure=True, timeout_s=60
+    )
     assert last == (((), 0.0, True) if dies_in == "absence" else -9)
     for outcome in others:
         assert isinstance(outcome, tuple), outcome

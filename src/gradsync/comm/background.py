@@ -1,7 +1,7 @@
-"""Threads that block in place of a caller: ``run_in_thread``, and ``ThreadedWork`` for work that threads complete.
+"""Threads that block in place of a caller: ``run_in_thread``, ``attempt``, and ``ThreadedWork``.
 
-c10d/p2p.py uses it for Gloo's sends and receives, tcp/exchange.py for exchanges, allreduce/executor.py to run an
-algorithm.
+c10d/p2p.py uses it for Gloo's sends and receives, c10d/groups.py to connect a group, tcp/exchange.py for exchanges,
+allreduce/executor.py to run an algorithm.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from gradsync.comm.base import Work
 from gradsync.comm.failure.guard import Call, CollectiveGuard
 
 CHECK_INTERVAL_S = 0.05  # how often a blocked rank checks whether a peer is lost
+
+Result = TypeVar("Result")
 
 
 class _ThreadPool:
@@ -49,6 +52,48 @@ _pool = _ThreadPool()
 def run_in_thread(task: Callable[[], None]) -> None:
     """Have ``task``, which may block, called in a thread. Returns at once."""
     _pool.run(task)
+
+
+def attempt(
+    call: Callable[[], Result], check: Callable[[], None], *, discard: Callable[[Result], None], check_every_s: float
+) -> Result:
+    """Return what ``call`` returns, or raise what it raises. It runs in a thread, because it may block in C for long.
+
+    ``check`` is called meanwhile, and raises if the result is of no use any more. What blocks in C can't be ended, so
+    the call is then abandoned: it goes on in its thread, and a result that still comes is handed to ``discard`` there.
+    """
+    lock, ended = threading.Lock(), threading.Event()
+    results: list[Result] = []
+    errors: list[BaseException] = []
+    is_abandoned = False
+
+    def run() -> None:
+        try:
+            result = call()
+        except BaseException as error:  # raised below
+            errors.append(error)
+        else:
+            with lock:
+                results.append(result)
+                too_late = is_abandoned
+            if too_late:
+                discard(result)
+        ended.set()
+
+    run_in_thread(run)
+    try:
+        while not ended.wait(check_every_s):
+            check()
+    except BaseException:
+        with lock:
+            is_abandoned = True
+            late = results.copy()
+        for result in late:
+            discard(result)
+        raise
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 def _forget_threads() -> None:

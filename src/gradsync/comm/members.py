@@ -216,7 +216,8 @@ class _Resources:
     def release(self) -> None:
         """Close the communicators and release the groups."""
         self.groups.close()
-        self._pool.append(self._connection)
+        if not self.groups.is_store_busy:
+            self._pool.append(self._connection)
 
 
 # Connections that no world uses, by the store that they are clones of. The caller's own connection may be in use, or

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gradsync.comm.background import attempt
 from gradsync.comm.base import DEFAULT_TIMEOUT_S, Communicator, Worker
 from gradsync.comm.connect import use_connector
 from gradsync.comm.following import Following
@@ -113,18 +114,23 @@ class Session:
         """Connect the members of an epoch. Blocks; raises ``PeerLost`` as soon as one of them is known to be gone."""
         rank = epoch.rank_of(self.membership.uid)
         assert rank is not None, "only members connect"
-        attempt = _Attempt(lambda: self._connect_members(epoch, rank))
         limit_s = min(self._timeout_s, CONNECT_LIMIT_S)
         start_s = time.monotonic()
-        while not attempt.ended.wait(END_POLL_S):
+
+        def check() -> None:
             waited_s = time.monotonic() - start_s
             why = self._find_end(epoch)
             if why is None and waited_s > limit_s:
                 why = f"the members of epoch {epoch.number} did not connect in {limit_s:.0f} s"
             if why is not None:
-                attempt.give_up()
                 raise PeerLost(rank=rank, reason=why, after_s=waited_s, during=f"connecting epoch {epoch.number}")
-        self.world = attempt.result()
+
+        self.world = attempt(
+            lambda: self._connect_members(epoch, rank),
+            check,
+            discard=lambda world: world.abandon(),
+            check_every_s=END_POLL_S,
+        )
         self.comm.replace(self.world)
         self._wanted = None
         return self.world
@@ -216,42 +222,3 @@ class Session:
 def _import_ahead() -> None:
     """Load what a transport needs, before the others wait for this worker. (Numba takes a second to import.)"""
     import gradsync.comm.shm.communicator  # noqa: F401
-
-
-class _Attempt:
-    """A connect in a thread of its own: what blocks in C can't be ended, only abandoned."""
-
-    def __init__(self, connect: Callable[[], Communicator]) -> None:
-        self.ended = threading.Event()
-        self._lock = threading.Lock()
-        self._is_given_up = False
-        self._result: Communicator | None = None
-        self._error: BaseException | None = None
-        threading.Thread(target=self._run, args=(connect,), name="gradsync-connect", daemon=True).start()
-
-    def _run(self, connect: Callable[[], Communicator]) -> None:
-        try:
-            world = connect()
-        except BaseException as error:  # raised by result()
-            self._error = error
-        else:
-            with self._lock:
-                self._result = world
-                too_late = self._is_given_up
-            if too_late:
-                world.abandon()
-        self.ended.set()
-
-    def give_up(self) -> None:
-        """Abandon what comes of it."""
-        with self._lock:
-            self._is_given_up = True
-            late = self._result
-        if late is not None:
-            late.abandon()
-
-    def result(self) -> Communicator:
-        if self._error is not None:
-            raise self._error
-        assert self._result is not None, "it has ended"
-        return self._result

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 
+from gradsync.comm.background import attempt
 from gradsync.comm.c10d.reaper import reap
 from gradsync.errors import PeerLost
 
@@ -119,6 +120,7 @@ class BareGroups(Groups):
     def __init__(self, store: Store, rank: int) -> None:
         self.rank = rank
         self._store = store
+        self.is_store_busy = False  # an abandoned thread may be in a call of it for good
         self._communicators: weakref.WeakSet[Closable] = weakref.WeakSet()
         # A group that was garbage-collected with works under way would block, and the threads of its communicator's
         # connections would stay. So both are kept until the communicator is closed, at the latest by close().
@@ -131,7 +133,14 @@ class BareGroups(Groups):
         self._wait_for_members(store, members, check, end_s)
         group = ProcessGroup(store, rank, len(members))
         left_s = max(SHORTEST_CONNECT_S, CONNECT_FRACTION * (end_s - time.monotonic()))
-        gloo = ProcessGroupGloo(PrefixStore("cpu", store), rank, len(members), timedelta(seconds=left_s))
+
+        def connect() -> ProcessGroupGloo:
+            return ProcessGroupGloo(PrefixStore("cpu", store), rank, len(members), timedelta(seconds=left_s))
+
+        # A member that dies right now would leave the others waiting in C.
+        self.is_store_busy = True
+        gloo = attempt(connect, check, discard=lambda late: None, check_every_s=LONGEST_POLL_S)
+        self.is_store_busy = False
         gloo._set_default_timeout(timedelta(seconds=timeout_s))
         group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
         group._set_default_backend(ProcessGroup.BackendType.GLOO)
