@@ -22,12 +22,13 @@ from gradsync.engine import saved_state
 from gradsync.engine.engine import Engine, EngineSettings
 from gradsync.engine.observers import announce
 from gradsync.engine.scaler import ScalerGuard
+from gradsync.engine.step_block import StepBlock
 from gradsync.engine.survival import Survival
 from gradsync.profiling.recorder import Recorder
 from gradsync.profiling.start import start as start_recording
 from gradsync.replicas.agreement import check_agreement, copy_tensors, describe, plain_name
 from gradsync.replicas.batch_context import BatchNumber, batch_source
-from gradsync.replicas.batchnorm import SyncBatchNorm
+from gradsync.replicas.batchnorm import check_movable
 from gradsync.replicas.buffers import BufferMode, BufferSync
 from gradsync.replicas.training import Training
 from gradsync.replicas.validation import check_model, find_sparse, is_compiled_whole
@@ -128,7 +129,12 @@ def synchronize(
             fitting = dataclasses.replace(settings, bucket_bytes=chosen.bucket_bytes_on(own))
         training.buffers.move_to(own)
         recorder = start_recording(
-            own, training.params, strategy=spec.render(chosen), sent=chosen.bytes_per_step, bucket_bytes=bucket_bytes
+            own,
+            training.params,
+            strategy=spec.render(chosen),
+            sent=chosen.bytes_per_step,
+            bucket_bytes=bucket_bytes,
+            slot=None if session is None else session.membership.slot,
         )
         try:
             return Engine(
@@ -168,11 +174,7 @@ def synchronize(
 
 def _check_elastic(strategy: Strategy, model: nn.Module, session: Session) -> None:
     """Refuse what can't go on when a worker of an elastic run is lost."""
-    if any(isinstance(module, SyncBatchNorm) for module in model.modules()):
-        raise ValueError(
-            "gradsync.SyncBatchNorm communicates within forward, where a lost worker can't be caught: it can't be used "
-            "in an elastic run. Use BatchNorm with buffers='broadcast', GroupNorm, or run without --elastic."
-        )
+    check_movable(model)
     if obstacle := strategy.elastic_obstacle():
         raise ValueError(f"{spec.render(strategy)} can't be used in an elastic run: {obstacle}.")
     if session.has_synchronizer:
@@ -227,7 +229,9 @@ class Synchronizer:
 
     @property
     def discarded(self) -> bool:
-        """Whether the last backward was rolled back, because an elastic run has lost a worker; its batch comes again.
+        """Whether the last step was rolled back, because an elastic run has lost a worker; its batch comes again.
+
+        It is False again from the next backward on, or from the next ``with sync.step():``.
 
         >>> import gradsync, torch
         >>> model = torch.nn.Linear(2, 1)
@@ -237,6 +241,29 @@ class Synchronizer:
         False
         """
         return self._engine.discarded
+
+    def step(self) -> StepBlock:
+        """Around the body of a step, where more than ``backward()`` communicates: a model with SyncBatchNorm.
+
+        In an elastic run a peer may be lost anywhere in the body. The rest of the body is then skipped, the step is
+        rolled back, the run goes on with the others, and ``sync.discarded`` is True; with :func:`gradsync.shard` the
+        batch comes again. Blocks at its end for as long as that takes. One block holds at most one synchronizing
+        backward. In a run that is not elastic it changes nothing.
+
+        >>> import gradsync, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> sync = gradsync.synchronize(model, optimizer)
+        >>> for batch in gradsync.shard(torch.randn(12, 2), global_batch_size=4):
+        ...     with sync.step():
+        ...         optimizer.zero_grad()
+        ...         model(batch).square().mean().backward()
+        ...         optimizer.step()
+        >>> sync.stats()["step"], sync.discarded
+        (3, False)
+        >>> sync.close()
+        """
+        return StepBlock(self._engine, self._source)
 
     def set_weight(self, weight: float | torch.Tensor) -> None:
         """Set how many samples or tokens the mean loss of the next backward covers; default: 1. It applies once.

@@ -70,6 +70,14 @@ def recorded(folder: Path) -> dict[str, Any]:
     return data
 
 
+def test_profile_refuses_an_elastic_run_and_says_how_to_record_one(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    result = CliRunner().invoke(main, ["profile", "--elastic", str(tmp_path / "train.py")])
+    assert result.exit_code == 2
+    assert "workers that stay the same" in result.output
+    assert "set_recording" in result.output
+
+
 def test_profile_of_one_worker(tmp_path: Path) -> None:
     done = run(tmp_path, "-n", "1", "--steps", "12", way="runs")
     assert done.returncode == 0, done.stderr

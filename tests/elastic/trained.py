@@ -5,17 +5,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import signal
 import sys
 import time
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import gradsync
+from gradsync.integrations.prometheus import Prometheus
+from gradsync.profiling import set_recording
 
 FOLDER = Path(sys.argv[1])
 OPTIONS: dict[str, Any] = {
@@ -24,7 +30,11 @@ OPTIONS: dict[str, Any] = {
     "epochs": 3,
     "samples": 60,
     "accumulate": 1,
-    "model": "mlp",
+    "model": "mlp",  # "cnn": with SyncBatchNorm
+    "block": False,  # the body of a step is in `with sync.step():`
+    "record": False,  # into files, and for Prometheus
+    "twice": False,  # the body has a second synchronizing backward
+    "windows": False,  # a block holds all batches of an accumulation
     "step_s": 0.0,
     "amp": False,
     **json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}"),
@@ -74,6 +84,18 @@ class Samples(torch.utils.data.Dataset[tuple[int, torch.Tensor, torch.Tensor]]):
 
 def make_model() -> torch.nn.Module:
     torch.manual_seed(1)
+    if OPTIONS["model"] == "cnn":  # a bias before the normalization would have no gradient but rounding errors
+        layers = [
+            torch.nn.Unflatten(1, (1, 2, 4)),
+            torch.nn.Conv2d(1, 4, 3, padding=1, bias=False),
+            torch.nn.BatchNorm2d(4),
+            torch.nn.Tanh(),
+            torch.nn.Conv2d(4, 4, 3, padding=1, bias=False),
+            torch.nn.BatchNorm2d(4),
+            torch.nn.Flatten(),
+            torch.nn.Linear(32, 1),
+        ]
+        return gradsync.SyncBatchNorm.convert(torch.nn.Sequential(*layers).double())
     return torch.nn.Sequential(torch.nn.Linear(8, 40), torch.nn.Tanh(), torch.nn.Linear(40, 1)).double()
 
 
@@ -81,6 +103,8 @@ def main() -> None:
     torch.set_num_threads(1)
     kill_in("gradsync.elastic.recovery", "copy_training_state", "healing")
     kill_in("gradsync.elastic.session", "connect_members", "connecting")
+    if OPTIONS["record"]:
+        set_recording(folder=FOLDER / "records")
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-2, total_steps=100_000)
@@ -88,38 +112,78 @@ def main() -> None:
     sync = gradsync.synchronize(
         model, optimizer, OPTIONS["strategy"], scheduler=schedule, accumulate=OPTIONS["accumulate"]
     )
+    metrics = Prometheus(port=0) if OPTIONS["record"] else None
+    if metrics is not None:
+        sync.record.on_step(metrics)
     step = number = 0  # of the run, and of this worker
 
-    def in_hook(_: torch.Tensor) -> None:
-        if is_told_to_die(number, "hook"):
+    def die_in(phase: str) -> None:
+        if is_told_to_die(number, phase):
             die()
 
-    model[0].bias.register_post_accumulate_grad_hook(in_hook)
+    middle = model[4 if OPTIONS["model"] == "cnn" else 0]
+    list(middle.parameters())[-1].register_post_accumulate_grad_hook(lambda _: die_in("hook"))
+    middle.register_forward_pre_hook(lambda *_: die_in("in_forward"))
     log = open(FOLDER / f"steps.{UID}", "a", buffering=1)  # noqa: SIM115 - for the life of the process
+    samples: list[int] = []  # of the step under way
+
+    def begin() -> None:
+        nonlocal step, number
+        step, number = sync.stats()["step"] + 1, number + 1
+        (FOLDER / f"at.{UID}").write_text(f"{step} {os.getpid()}")
+        die_in("forward")
+        if is_told_to_die(number, "stop"):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if is_told_to_die(number, "leave"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def backward(index: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        time.sleep(OPTIONS["step_s"])
+        loss.backward()
+        samples.extend(index.tolist())
+
+    def apply() -> None:
+        if not sync.discarded:
+            log.write(json.dumps({"step": step, "samples": samples}) + "\n")
+        die_in("backward")
+        optimizer.step()
+        die_in("step")
+
+    def block() -> contextlib.AbstractContextManager[object]:
+        samples.clear()
+        return sync.step() if OPTIONS["block"] else contextlib.nullcontext()
+
     for _ in range(OPTIONS["epochs"]):
-        for index, x, y in loader:
-            step, number = sync.stats()["step"] + 1, number + 1
-            (FOLDER / f"at.{UID}").write_text(f"{step} {os.getpid()}")
-            if is_told_to_die(number, "forward"):
-                die()
-            if is_told_to_die(number, "stop"):
-                os.kill(os.getpid(), signal.SIGSTOP)
-            if is_told_to_die(number, "leave"):
-                os.kill(os.getpid(), signal.SIGTERM)
-            optimizer.zero_grad()
-            loss = torch.nn.functional.mse_loss(model(x), y)
-            time.sleep(OPTIONS["step_s"])
-            loss.backward()
-            if not sync.discarded:
-                log.write(json.dumps({"step": step, "samples": index.tolist()}) + "\n")
-            if is_told_to_die(number, "backward"):
-                die()
-            optimizer.step()
-            if is_told_to_die(number, "step"):
-                die()
+        if OPTIONS["windows"]:
+            batches: Iterator[Any] = iter(loader)
+            while True:
+                with block():
+                    for batch in itertools.islice(batches, OPTIONS["accumulate"]):
+                        if not samples:
+                            begin()
+                            optimizer.zero_grad()
+                        backward(*batch)
+                    if samples:
+                        apply()
+                if not samples and not sync.discarded:
+                    break
+                schedule.step()
+            continue
+        for batch in loader:
+            with block():
+                begin()
+                optimizer.zero_grad()
+                backward(*batch)
+                if OPTIONS["twice"]:
+                    backward(*batch)
+                apply()
             schedule.step()
     state = {"model": model.state_dict(), "lr": schedule.get_last_lr(), "steps": sync.stats()["step"]}
     torch.save(state, FOLDER / f"final.{UID}")
+    if metrics is not None:
+        url = f"http://127.0.0.1:{metrics.port}/metrics"
+        (FOLDER / f"metrics.{UID}").write_bytes(urllib.request.urlopen(url, timeout=10).read())
     (FOLDER / f"stats.{UID}").write_text(json.dumps(sync.stats().get("elastic", {})))
 
 

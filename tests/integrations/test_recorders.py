@@ -14,6 +14,10 @@ from gradsync.integrations.mlflow import MLflow
 from gradsync.integrations.prometheus import Prometheus
 from gradsync.integrations.tensorboard import TensorBoard
 from gradsync.profiling import Breakdown, StepRecord
+from gradsync.profiling.record import Change
+
+LOST = Change(epoch=2, cause="a test", before=(0, 1), members=(0,), lost=(1,), discarded=True, stalled_s=0.25)
+JOINED = Change(epoch=3, cause="a test", before=(0,), members=(0, 1), joined=(1,), healed=(1,), stalled_s=0.5)
 
 
 def record(step: int, step_s: float = 0.5, **about: Any) -> StepRecord:
@@ -104,3 +108,27 @@ def test_prometheus_serves_over_http() -> None:
         assert any(sample.startswith(name) for sample in samples)
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(f"{address}/metrics", timeout=2)
+
+
+def test_changes_of_members_reach_every_integration() -> None:
+    fake = Fake()
+    board, flow = TensorBoard(fake, every=10), MLflow(fake, every=3)
+    with Prometheus(port=0) as adapter:
+        assert "gradsync_epoch" not in adapter.page()  # not an elastic run
+        for one in (board, flow, adapter):
+            one(record(6))
+            one(record(7, discarded=True, changes=(LOST,)))
+            one(record(7, changes=(JOINED,)))
+        lines = adapter.page().splitlines()
+    samples = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    assert samples['gradsync_steps_total{rank="2"}'] == "2"  # a discarded step is none
+    assert samples['gradsync_epoch{rank="2"}'] == "3"
+    assert samples['gradsync_members{rank="2"}'] == "2"
+    assert samples['gradsync_discarded_steps_total{rank="2"}'] == "1"
+    assert samples['gradsync_lost_members_total{rank="2"}'] == "1"
+    assert samples['gradsync_heals_total{rank="2"}'] == "1"
+    assert samples['gradsync_stalled_seconds_total{rank="2"}'] == "0.75"
+    assert ("gradsync/lost_members", 1.0, 7) in fake.scalars
+    assert ("gradsync/members", 2.0, 7) in fake.scalars
+    logged = [(metrics["gradsync.epoch"], metrics["gradsync.stalled_s"], step) for metrics, step in fake.metrics]
+    assert logged == [(2.0, 0.25, 7), (3.0, 0.5, 7)]

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from gradsync.profiling import load
+from gradsync.profiling import Change, load
 from gradsync.profiling.report import write_report
-from tests.profiling.raw_records import write_run
+from tests.profiling.raw_records import a_step, write_rank, write_run
 from tests.support.browser import Browser, Page, browser_or_skip
 
 ROW = {"sync_s": 0.05, "note": "measured: no difference", "bytes_per_step": 3e6}
@@ -171,3 +171,36 @@ def test_report_works_without_advice(tmp_path: Path, browser: Browser) -> None:
     page = browser.open(tmp_path / "one.html")
     assert page.complaints == []
     assert "The network was not measured." in text(page, "#what-if-card")
+
+
+def test_report_shows_changes_of_the_members_of_an_elastic_run(tmp_path: Path, browser: Browser) -> None:
+    lost = Change(epoch=2, cause="a <i>test</i>", before=(0, 1), members=(0,), lost=(1,), discarded=True, stalled_s=0.2)
+    joined = Change(
+        epoch=3, cause="it waits", before=(0,), members=(0, 1), joined=(1,), healed=(1,), healed_bytes=204_000_000,
+        over="tcp over eth0", stalled_s=0.4, restoring_s=0.3,
+    )  # fmt: skip
+    steps = [a_step(number, 0) for number in range(8)]
+    interrupted = a_step(4, 0)
+    interrupted.discarded, interrupted.changes = True, [lost]
+    steps[6].changes = [joined]
+    write_rank(tmp_path, 0, [*steps[:4], interrupted, *steps[4:]])
+    write_rank(tmp_path, 1, [a_step(number, 1) for number in range(8)])
+    with open(tmp_path / "rank-1.jsonl", "a") as file:
+        file.write('{"step": 8, "st\n')  # the worker was killed while it wrote
+    recorded = load(tmp_path)
+    assert [step.step for step in recorded.steps(0)] == list(range(8))
+    assert [step.step for step in recorded.discarded[0]] == [4]
+    write_report(recorded, tmp_path / "elastic.html")
+    page = browser.open(tmp_path / "elastic.html")
+    assert page.complaints == []
+    assert count(page, "#members tbody tr") == 2
+    assert "1 lost, 1 step done again, 600 ms stalled" in text(page, "#members-sub")
+    assert "1 loststep done again" in text(page, "#members tbody tr")
+    assert "204 MB over tcp over eth0" in text(page, "#members tbody tr:last-child")
+    page.move_to("#members tbody tr")
+    assert text(page, "#tip") == "a <i>test</i>"
+
+
+def test_report_of_a_run_whose_members_stay_has_no_section_for_them(report: Path, browser: Browser) -> None:
+    page = browser.open(report)
+    assert page.value("document.getElementById('members-card').hidden") is True

@@ -51,6 +51,7 @@ from gradsync.profiling.trace import write_trace
     show_default=True,
     help="How long to measure the network afterwards, for the what-if table; 0: not at all.",
 )
+@click.option("--elastic", is_flag=True, hidden=True)
 @click.argument("script")
 @click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
@@ -65,6 +66,7 @@ def profile(
     trace: Path,
     record_dir: Path | None,
     network_s: float,
+    elastic: bool,
     **given: Any,
 ) -> None:
     """Run SCRIPT with its ARGS in several workers, and show where the time of its steps goes.
@@ -73,6 +75,12 @@ def profile(
     how much of a step is compute, waiting for the slowest worker, and waiting for the wire, and what would help. A run
     that fails or is stopped is reported as far as it came.
     """
+    if elastic:
+        raise click.UsageError(
+            "gradsync profile measures workers that stay the same; got --elastic. Leave it out to profile the script. "
+            "To record an elastic run, call gradsync.profiling.set_recording(folder=...) in the script and start it by "
+            "`gradsync run --elastic`; write_report and write_trace make the report and the trace of that folder."
+        )
     check_outputs(report, trace)
     with _folder(record_dir) as folder:
         settings = {"DIR": str(folder.absolute()), "STEPS": None if to_the_end else str(steps)}

@@ -50,6 +50,8 @@ def show(console: Console, summary: RunSummary, sentence: str, advice: dict[str,
     if summary.world_size > 1:
         console.print(_ranks(summary))
         console.print(_buckets(summary))
+    if summary.changes:
+        console.print(_members(summary))
     if "rows" in advice:
         console.print(_what_if(advice))
     elif summary.world_size > 1:
@@ -124,6 +126,16 @@ def _buckets(summary: RunSummary) -> Table:
         )
     if len(summary.buckets) > MAX_BUCKETS:
         table.caption = f"of {len(summary.buckets)} buckets those that are exposed the longest"
+    return table
+
+
+def _members(summary: RunSummary) -> Table:
+    """The changes of the members of an elastic run, one line each."""
+    table = Table(title="members", title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    table.add_column("step", justify="right")
+    table.add_column("what happened, and what it cost")
+    for change in summary.changes:
+        table.add_row(str(change.step), Text(change.describe()))
     return table
 
 

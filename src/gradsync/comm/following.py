@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradsync.comm.base import DEFAULT_TIMEOUT_S, Communicator, Worker
+from gradsync.comm.failure.heartbeat import Heartbeat
 from gradsync.comm.forwarding import Forwarding
 
 _OF_THE_WORLD = ("inner", "rank", "world_size")
@@ -58,6 +59,10 @@ class Following(Forwarding):
                 f"(as connect_members takes it); got {inner!r} of another worker."
             )
         self.forward_to(inner)
+
+    @property
+    def heartbeat(self) -> Heartbeat | None:
+        return self.inner.heartbeat if "inner" in vars(self) else None
 
     def unchecked(self) -> Communicator:
         return self.inner.unchecked()

@@ -247,9 +247,19 @@ def _own_addresses_towards(host: str) -> list[str]:
 
 def gloo_addresses() -> list[str]:
     """Where peers may reach this process: the address of Gloo's interface; if none was chosen, all addresses."""
-    name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    name = interface_between_hosts()
     found = interface_addresses(name) if name else []
     return found[:1] or [*own_addresses(), "127.0.0.1"]
+
+
+def interface_between_hosts() -> str:
+    """The network interface over which this process reaches others, as chosen or as the user named it; "" if none is.
+
+    >>> from gradsync.comm.rendezvous import interface_between_hosts
+    >>> isinstance(interface_between_hosts(), str)
+    True
+    """
+    return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
 
 
 def interface_addresses(name: str) -> list[str]:

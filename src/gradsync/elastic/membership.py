@@ -47,6 +47,7 @@ class Epoch:
     members: tuple[Member, ...]
     cause: str
     read_joins: int = 0  # requests to join up to this number have been dealt with
+    left: tuple[str, ...] = ()  # the uids that have left in order since the epoch before
 
     def rank_of(self, uid: str) -> int | None:
         """The rank of a worker; None if it is no member."""
@@ -72,6 +73,7 @@ class Epoch:
     def from_json(text: str) -> Epoch:
         value = json.loads(text)
         value["members"] = tuple(Member(**member) for member in value["members"])
+        value["left"] = tuple(value["left"])
         return Epoch(**value)
 
 
@@ -104,6 +106,7 @@ class Membership:
         self.settings = settings
         members = tuple(Member(founder, int(founder.partition(".")[0]), 0) for founder in founders)
         self.epoch = Epoch(0, members, "the start")
+        self.left: set[str] = set()  # the uids that have left in order, as far as this worker knows
         self._num_rejoins = 0
 
     @property
@@ -131,6 +134,7 @@ class Membership:
                     has_voted = True
                 if (epoch := self._read_epoch(number)) is not None:
                     self.epoch = epoch
+                    self.left.update(epoch.left)
                     return epoch
                 if leaving and not self._silent(self._ballots(number)):
                     return Epoch(number, (), cause)
@@ -164,7 +168,8 @@ class Membership:
         if silent:
             cause = f"{cause}; given up: {', '.join(f'worker {member.slot}' for member in silent)}"
         members.sort(key=lambda member: member.slot)
-        epoch = Epoch(number, tuple(members), cause, read_joins)
+        left = tuple(member.uid for member in voters if ballots[member.uid]["leaving"])
+        epoch = Epoch(number, tuple(members), cause, read_joins, left)
         self._store.set_once(f"epoch/{number}", epoch.to_json())
         self._store.set("latest", str(number))
 
@@ -278,6 +283,11 @@ class Membership:
         cause = "every worker was lost; training begins again with what the script loads"
         self._store.set_once(f"epoch/{last.number + 1}", Epoch(last.number + 1, tuple(members), cause, read).to_json())
         self._store.set("latest", str(last.number + 1))
+
+    def write_change(self, number: int, text: str) -> None:
+        """Tell the launchers what this epoch's beginning has cost."""
+        self._store.set(f"changed/{number}", text)
+        self._store.set("changed", str(number))
 
     # -- watching -------------------------------------------------------------------------------------------------
 

@@ -11,13 +11,15 @@ copied says so in its ballot.
 from __future__ import annotations
 
 import logging
-import time
 from typing import Any, Protocol
 
-from gradsync.comm.base import Communicator
+from torch import Tensor
+
+from gradsync.comm.base import Communicator, Work
+from gradsync.comm.forwarding import Forwarding
 from gradsync.comm.objects import broadcast_object
 from gradsync.elastic.membership import NO_STATE, Epoch
-from gradsync.elastic.session import Session
+from gradsync.elastic.session import Cost, Session
 from gradsync.errors import CollectiveFailed, PeerLost, StoreUnreachable
 from gradsync.replicas.agreement import check_agreement, copy_training_state
 from gradsync.replicas.training import Training
@@ -69,13 +71,27 @@ class Replica(Protocol):
         ...
 
 
+class CountedBytes(Forwarding):
+    """Counts the bytes that are broadcast: what a worker without the newest state receives."""
+
+    def __init__(self, inner: Communicator) -> None:
+        super().__init__(inner)
+        self.num_bytes = 0
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
+        self.num_bytes += tensor.nbytes
+        return self.inner.broadcast(tensor, src)
+
+
 class Recovery:
-    """Brings one replica through changes of the membership."""
+    """Brings one replica through changes of the membership, and counts what each costs."""
 
     def __init__(self, session: Session, replica: Replica) -> None:
         self._session = session
         self.replica = replica
         self._is_whole = True  # False while another's state is being copied into this one
+        self._has_caught_up = False  # in this change: another's state was taken over
+        self._cost = Cost()
 
     def start(self) -> None:
         """Attach the replica for the first time: as a founder, or as a newcomer of a run that goes on. Blocks."""
@@ -83,47 +99,64 @@ class Recovery:
         if session.world is None:
             self._is_whole = False
             epoch = session.membership.join()
-            log.info("joined epoch %d as rank %s", epoch.number, epoch.rank_of(session.membership.uid))
-            self._go_on(epoch, "it joined")
+            self._cost = Cost()
+            self._go_on(epoch)
+            self._record(epoch.cause, discarded=False)
         elif not self._try(session.membership.epoch, session.world):
-            self.survive("a worker was lost at the start")
+            self.survive("a worker was lost at the start", begun=False)
+        else:
+            session.settle()
 
-    def survive(self, cause: str) -> None:
-        """A member was lost in the middle of a step. Returns when this worker is in step with the others again."""
-        started_s = time.monotonic()
+    def survive(self, cause: str, *, begun: bool) -> None:
+        """A member was lost. Returns when this worker is in step with the others again.
+
+        ``begun``: in the middle of a step of this worker, which is void now.
+        """
+        self._cost = Cost()
         self._session.abandon_world()
-        self._go_on(self._agree(cause), cause)
-        self._session.record(cause, stalled_s=time.monotonic() - started_s, discarded=True)
+        self._go_on(self._agree(cause))
+        self._record(cause, discarded=begun)
 
     def change(self, cause: str, *, leaving: bool = False) -> bool:
         """Between two steps, on all members alike: take newcomers in, let members leave.
 
         Returns whether this worker is still a member.
         """
-        started_s = time.monotonic()
+        self._cost = Cost()
         epoch = self._agree(cause, leaving=leaving)
         if leaving and epoch.rank_of(self._session.membership.uid) is None:
             self._session.abandon_world()
             return False
         self._session.abandon_world()
-        self._go_on(epoch, cause)
-        self._session.record(cause, stalled_s=time.monotonic() - started_s, discarded=False)
+        self._go_on(epoch)
+        self._record(cause, discarded=False)
         return True
+
+    def _record(self, cause: str, *, discarded: bool) -> None:
+        """The change is over. A step that others had completed is not done again: its state was taken over."""
+        before = self._session.settled
+        discarded = discarded and not self._has_caught_up
+        self._session.record(self._cost, cause=cause, discarded=discarded, before=before)
+        self._session.settle()
+        self._has_caught_up = False
 
     def _agree(self, cause: str, *, leaving: bool = False) -> Epoch:
         step = self.replica.step if self._is_whole else NO_STATE
-        return self._session.membership.agree(step, cause=cause, leaving=leaving)
+        with self._cost.timing("agreeing"):
+            return self._session.membership.agree(step, cause=cause, leaving=leaving)
 
-    def _go_on(self, epoch: Epoch, cause: str) -> None:
+    def _go_on(self, epoch: Epoch) -> None:
         """Connect the members of an epoch and bring them in step; with the next epoch, if one of them is lost."""
         session = self._session
         while True:
             if epoch.rank_of(session.membership.uid) is None:
                 log.warning("the others have gone on without this worker (%s): it joins again", epoch.cause)
                 self._is_whole = False
-                epoch = session.membership.rejoin()
+                with self._cost.timing("agreeing"):
+                    epoch = session.membership.rejoin()
             try:
-                world = session.connect(epoch)
+                with self._cost.timing("connecting"):
+                    world = session.connect(epoch)
             except (*LOST, StoreUnreachable, ConnectionError, RuntimeError) as error:
                 epoch = self._agree(str(error).partition("\n")[0])
                 continue
@@ -144,14 +177,18 @@ class Recovery:
     def _bring_in_step(self, epoch: Epoch, world: Communicator) -> None:
         replica, comm = self.replica, world.unchecked()
         own = epoch.members[world.rank]
-        check_agreement(comm, replica.describe(structure_only=epoch.needs_healing))
-        if epoch.needs_healing:
-            self._heal(epoch, own.step, comm)
-        else:
-            replica.roll_back()
-            if epoch.newest_step == 0:
-                replica.begin(comm)
-        replica.attach(comm.clone())
+        with self._cost.timing("restoring"):
+            check_agreement(comm, replica.describe(structure_only=epoch.needs_healing))
+            if epoch.needs_healing:
+                counted = CountedBytes(comm)
+                self._heal(epoch, own.step, counted)
+                self._cost.healed_bytes += counted.num_bytes
+            else:
+                replica.roll_back()
+                if epoch.newest_step == 0:
+                    replica.begin(comm)
+        with self._cost.timing("attaching"):
+            replica.attach(comm.clone())
         self._is_whole = True
 
     def _heal(self, epoch: Epoch, own_step: int, comm: Communicator) -> None:
@@ -159,7 +196,7 @@ class Recovery:
         replica, training = self.replica, self.replica.training
         is_behind = own_step != epoch.newest_step
         if is_behind:
-            self._is_whole = False
+            self._is_whole, self._has_caught_up = False, True
         else:
             replica.roll_back()  # what this worker has begun since is not part of the state that it gives
         copy_training_state(

@@ -7,12 +7,14 @@ communicator, which stays the same object while what it forwards to changes with
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
+import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from gradsync.comm.background import attempt
@@ -20,10 +22,14 @@ from gradsync.comm.base import DEFAULT_TIMEOUT_S, Communicator, Worker
 from gradsync.comm.connect import use_connector
 from gradsync.comm.following import Following
 from gradsync.comm.members import connect_members
+from gradsync.comm.rendezvous import interface_between_hosts
 from gradsync.elastic.leave import leave_requested
-from gradsync.elastic.membership import Epoch, Membership, MembershipSettings
+from gradsync.elastic.membership import NO_STATE, Epoch, Membership, MembershipSettings
 from gradsync.elastic.store import BoundedStore
 from gradsync.errors import PeerLost, StoreUnreachable
+from gradsync.profiling.record import Change
+
+__all__ = ["Change", "Cost", "Session"]
 
 log = logging.getLogger("gradsync")
 
@@ -33,16 +39,25 @@ WATCH_S = 0.1  # how often it asks whether somebody waits to join
 CONNECT_LIMIT_S = 60.0  # of all members of an epoch; a smaller timeout_s limits it further
 
 
-@dataclass(frozen=True)
-class Change:
-    """One change of the membership, for statistics and logs."""
+@dataclass
+class Cost:
+    """What a change of the members has cost until now, part by part. See :class:`gradsync.profiling.record.Change`."""
 
-    epoch: int
-    cause: str
-    num_members: int
-    stalled_s: float
-    discarded: bool  # a step was rolled back, and done again
-    at_s: float  # since the epoch of the clock
+    began_s: float = field(default_factory=time.monotonic)
+    agreeing_s: float = 0.0
+    connecting_s: float = 0.0
+    restoring_s: float = 0.0
+    attaching_s: float = 0.0
+    healed_bytes: int = 0
+
+    @contextlib.contextmanager
+    def timing(self, part: str) -> Iterator[None]:
+        """Add the time of the block to a part, also if it ends by an error."""
+        start_s = time.monotonic()
+        try:
+            yield
+        finally:
+            setattr(self, f"{part}_s", getattr(self, f"{part}_s") + time.monotonic() - start_s)
 
 
 class Session:
@@ -60,7 +75,7 @@ class Session:
         self.changes: list[Change] = []
         self.lost_residuals: list[str] = []
         self.has_synchronizer = False
-        self._listeners: list[Callable[[Change], None]] = []
+        self._settled: Epoch | None = None  # the last epoch in which this worker has trained
         self._wanted: str | None = None
         self._closing = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="gradsync-membership", daemon=True)
@@ -186,25 +201,57 @@ class Session:
 
     # -- what happened --------------------------------------------------------------------------------------------
 
-    def subscribe(self, listener: Callable[[Change], None]) -> None:
-        """Call ``listener`` after every change, in the training thread."""
-        self._listeners.append(listener)
+    def settle(self) -> None:
+        """All members of the epoch are in step: from now on it is the one that the next change begins from."""
+        self._settled = self.membership.epoch
 
-    def record(self, cause: str, *, stalled_s: float, discarded: bool) -> None:
-        """A change is over: note it, log it, and tell the listeners."""
-        epoch = self.membership.epoch
-        change = Change(epoch.number, epoch.cause, len(epoch.members), stalled_s, discarded, time.time())
-        self.changes.append(change)
-        log.warning(
-            "epoch %d with %d workers, %s, after %.2f s: %s",
-            change.epoch,
-            change.num_members,
-            "a step is done again" if discarded else "no step is lost",
-            stalled_s,
-            cause,
+    def record(self, cost: Cost, *, cause: str, discarded: bool, before: Epoch | None) -> Change:
+        """A change is over: note it, log it, and let the launchers know. Returns it.
+
+        ``before``: the epoch that has ended; None on a newcomer.
+        """
+        epoch, world = self.membership.epoch, self.world
+        assert world is not None, "the members are connected"
+        there = {member.uid: member.slot for member in epoch.members}
+        gone = {} if before is None else {m.uid: m.slot for m in before.members if m.uid not in there}
+        if before is not None:
+            known = {member.uid for member in before.members}
+        elif epoch.needs_healing:  # a newcomer does not know who was there, but who has a state
+            known = {member.uid for member in epoch.members if member.step != NO_STATE}
+        else:  # every worker was lost, and these begin anew
+            known = set()
+        interface = "" if world.transport in ("shm", "solo", "threads") else interface_between_hosts()
+        change = Change(
+            epoch=epoch.number,
+            cause=cause,
+            before=() if before is None else tuple(member.slot for member in before.members),
+            members=tuple(there.values()),
+            lost=tuple(slot for uid, slot in gone.items() if uid not in self.membership.left),
+            left=tuple(slot for uid, slot in gone.items() if uid in self.membership.left),
+            joined=tuple(member.slot for member in epoch.members if member.uid not in known),
+            healed=tuple(member.slot for member in epoch.members if member.step != epoch.newest_step),
+            step=epoch.newest_step,
+            discarded=discarded,
+            stalled_s=time.monotonic() - cost.began_s,
+            agreeing_s=cost.agreeing_s,
+            connecting_s=cost.connecting_s,
+            restoring_s=cost.restoring_s,
+            attaching_s=cost.attaching_s,
+            healed_bytes=cost.healed_bytes,
+            over=world.transport + (f" over {interface}" if interface else ""),
+            at_s=time.time(),
         )
-        for listener in list(self._listeners):
-            listener(change)
+        self.changes.append(change)
+        log.warning("%s", change.describe())
+        if epoch.rank_of(self.membership.uid) == epoch.donor:
+            with contextlib.suppress(StoreUnreachable):  # it is only for the launchers' logs
+                self.membership.write_change(epoch.number, json.dumps(change.as_dict()))
+        return change
+
+    @property
+    def settled(self) -> Epoch | None:
+        """The last epoch in which this worker has trained; None before the first."""
+        return self._settled
 
     def stats(self) -> dict[str, Any]:
         """For ``sync.stats()``."""
@@ -212,8 +259,10 @@ class Session:
             "epoch": self.membership.epoch.number,
             "slot": self.membership.slot,
             "members": [member.slot for member in self.membership.epoch.members],
-            "changes": [vars(change) for change in self.changes],
+            "changes": [change.as_dict() for change in self.changes],
             "discarded_steps": sum(change.discarded for change in self.changes),
+            "lost_members": sum(len(change.lost) for change in self.changes),
+            "heals": sum(len(change.healed) for change in self.changes),
             "stalled_s": sum(change.stalled_s for change in self.changes),
             "lost_residuals": list(self.lost_residuals),
         }

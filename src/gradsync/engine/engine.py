@@ -127,6 +127,7 @@ class Engine:
         self._interrupted: BaseException | None = None  # there: a peer was lost, and the rest of this backward is void
         self.discarded = False  # there: the last backward was rolled back, and its batch comes again
         self.change_agreed = False  # there: all ranks know that the members change before the next step
+        self.block_began_at: int | None = None  # the step with which the open `with sync.step():` began, if one is open
         self._hyperparameters = HyperparameterChecksum(training.optimizer)
         self._same_data = SameDataDetector(type(training.model).__name__)
         self._accumulated: tuple[Parameter, Tensor, int] | None = None
@@ -176,7 +177,7 @@ class Engine:
     def guard(self, event: Callable[..., Any], *args: Any) -> Any:
         """Run a hook's event under the lock. If it raises, the engine has failed: collectives may be half done.
 
-        In an elastic run a lost peer only interrupts it: ``_go_on_if_interrupted`` must follow.
+        In an elastic run a lost peer only interrupts it: ``_go_on_if_interrupted`` or ``leave_block`` must follow.
         """
         with self._lock:
             if self._interrupted is not None:
@@ -193,15 +194,24 @@ class Engine:
                 self._failure = self._failure or error
                 raise
 
-    def _go_on_if_interrupted(self) -> bool:
-        """In an elastic run: if a peer was lost, go on with the others. Blocks. Returns whether that was so."""
+    def _go_on_if_interrupted(self, *, begun: bool) -> bool:
+        """In an elastic run: if a peer was lost, go on with the others. Blocks. Returns whether that was so.
+
+        ``begun``: a step had begun. Within ``with sync.step():`` it raises what has happened: the survivors go on at
+        the end of the block.
+        """
         with self._lock:
             if self._interrupted is None:
                 return False
             assert self.survival is not None, "only an elastic run is interrupted"
+            if self.block_began_at is not None:
+                raise self._interrupted
+            begun = begun or self.window.num_backwards > 0
             self._backward = None
+            if begun:
+                self.recorder.step_interrupted(self.step)
             try:
-                self.survival.survive(self._interrupted)
+                self.survival.survive(self._interrupted, begun=begun)
             except BaseException as error:
                 self._failure = self._failure or error
                 raise
@@ -213,7 +223,30 @@ class Engine:
     def attempt(self, event: Callable[[], Any]) -> None:
         """Run what communicates outside of a backward; in an elastic run, go on with the others if one is lost."""
         self.guard(event)
-        self._go_on_if_interrupted()
+        self._go_on_if_interrupted(begun=False)
+
+    def enter_block(self) -> None:
+        """``with sync.step():`` begins. In an elastic run the members may change here. Then it blocks."""
+        if self.survival is not None:
+            self._raise_failure()
+            self.survival.before_block()
+            self.discarded = False
+        self.block_began_at = self.step
+
+    def leave_block(self, error: BaseException | None) -> bool:
+        """``with sync.step():`` ends, with this error; returns whether it was dealt with.
+
+        In an elastic run, if a peer was lost in the block, it goes on with the others. Blocks. Another error of a block
+        in which a peer was lost is taken for a consequence: the step is void, and the user's own errors come again.
+        """
+        self.block_began_at = None
+        if self.survival is None:
+            return False
+        if isinstance(error, LOST):
+            self._interrupted = self._interrupted or error
+        if error is not None and not isinstance(error, Exception):
+            return False
+        return self._go_on_if_interrupted(begun=True)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -301,7 +334,7 @@ class Engine:
     def _end_backward(self) -> None:
         """Autograd is done with this backward."""
         self.guard(self._finish)
-        self._go_on_if_interrupted()
+        self._go_on_if_interrupted(begun=True)
 
     def _begin(self, task: int) -> _Backward:
         if self.window.num_backwards and not self._still_holds_gradients():
@@ -319,6 +352,11 @@ class Engine:
             self._adopt_plan()
         weight = self.batch.weight
         synchronizing = self._no_sync_depth == 0 and self.window.position + 1 >= self.settings.accumulate
+        if synchronizing and self.survival is not None and self.block_began_at not in (None, self.step):
+            raise ValueError(
+                "with sync.step() holds one synchronizing backward: if a worker is lost, the block is rolled back as a "
+                "whole. Expected the block to end after it; got a second one. Put each into a block of its own."
+            )
         # Each rank has another slice of such a mean, so it can't be averaged once more with what is added to it.
         onto_slices = self.strategy.slices_buckets and any(slot.is_partial for slot in self._all())
         if not self.window.num_backwards and (not synchronizing or weight == 0.0 or onto_slices):
@@ -564,6 +602,7 @@ class Engine:
         if leader is not None:
             training = self.training
             copy_training_state(self.comm, training.model, training.optimizer, training.copied_with_state, leader)
+            training.buffers.num_overwritten += 1
             if self.comm.rank != leader:
                 self.drop_gradients()
         self.strategy.joined()

@@ -20,6 +20,7 @@ from gradsync.elastic.recovery import Recovery
 from gradsync.elastic.session import Change, Session
 from gradsync.replicas.agreement import copy_tensors
 from gradsync.replicas.batch_context import Rewindable, batch_source
+from gradsync.replicas.batchnorm import move_batchnorms
 from gradsync.replicas.training import Training
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ class Survival:
         """Join the run; returns the engine. Blocks until this worker is in step with the others."""
         self._recovery.start()
         assert self.engine is not None, "it was attached"
+        for change in self.session.changes:  # it has joined, or others were lost meanwhile
+            self.engine.recorder.members_changed(change)
         self._source.boundary = self
         self._guard_schedules(self.engine)
         return self.engine
@@ -62,18 +65,33 @@ class Survival:
 
     # -- events of the engine -------------------------------------------------------------------------------------
 
-    def survive(self, error: BaseException) -> None:
-        """A peer was lost in the middle of a step: go on with the others. Blocks until all are in step again."""
-        self._recovery.survive(str(error))
+    def survive(self, error: BaseException, *, begun: bool) -> None:
+        """A peer was lost: go on with the others. Blocks until all are in step again.
+
+        ``begun``: in the middle of a step, and not between two.
+        """
+        self._recovery.survive(str(error), begun=begun)
         self._tell()
 
     def before_backward(self) -> None:
         """The first gradient of a step is here. Without a loader of ours, members change here."""
         engine = self.engine
         assert engine is not None
-        if engine.change_agreed:
+        if engine.change_agreed and engine.block_began_at is None:
             self._point.take(None)  # what this forward has done to the buffers stays
             self._change()
+
+    def before_block(self) -> None:
+        """``with sync.step():`` begins. Without a loader of ours the step begins here, and members change here."""
+        engine = self.engine
+        assert engine is not None
+        if not engine.is_between_steps:
+            return  # an accumulation goes on
+        if engine.change_agreed:  # no batch was handed out since the last step
+            self._point.take(self._point.loader)
+            self._change()
+        elif not self._has_loader:
+            self._point.take(None)
 
     def after_step(self) -> None:
         """The optimizer has stepped: without a loader of ours, the next step begins here."""
@@ -155,6 +173,7 @@ class Survival:
         if newcomer and self.engine is not None:  # the others had given it up: what it had begun is void
             self.engine.strategy.discard_step()
             self.engine.drop_step()
+        self.training.buffers.num_overwritten += 1
         place, loader = progress["place"], self._point.loader
         self._point.take(None)  # the buffers are another's now
         if place is None:
@@ -167,6 +186,8 @@ class Survival:
 
     def begin(self, comm: Communicator) -> None:
         copy_tensors(comm, [*self.training.model.parameters(), *self.training.model.buffers()], src=0)
+        self.training.buffers.num_overwritten += 1
+        self._point.take(self._point.loader)
 
     def attach(self, comm: Communicator) -> None:
         progress, self._progress = self._progress, None
@@ -182,6 +203,7 @@ class Survival:
                 # As rank 1 of 2, of which rank 0 has all: a newcomer has no residual of its own.
                 own = engine.strategy.redistribute([progress["strategy"]], 1, 2)
                 engine.strategy.load_state_dict(own)
+        move_batchnorms(self.training.model, comm)
         self._source.split_again(comm.rank, comm.world_size)
 
     # -- what the user sees ---------------------------------------------------------------------------------------
@@ -191,8 +213,11 @@ class Survival:
         self._callbacks.append(callback)
 
     def _tell(self) -> None:
+        change = self.session.changes[-1]
+        assert self.engine is not None
+        self.engine.recorder.members_changed(change)
         for callback in list(self._callbacks):
-            callback(self.session.changes[-1])
+            callback(change)
 
     def _guard_schedules(self, engine: Engine) -> None:
         """A schedule's step does nothing in an iteration whose step was discarded."""

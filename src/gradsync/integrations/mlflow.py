@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from gradsync.integrations.scalars import scalars_of
+from gradsync.integrations.scalars import change_scalars_of, scalars_of
 from gradsync.profiling.record import PARTS, StepRecord
 
 
@@ -17,7 +17,7 @@ class MetricLogger(Protocol):
 
 
 class MLflow:
-    """Logs the means of every ``every`` steps under the active run.
+    """Logs the means of every ``every`` steps under the active run, and each change of the members when it comes.
 
     One call covers many steps, because each is a request to a tracking server.
 
@@ -58,6 +58,10 @@ class MLflow:
         self._gathered: list[dict[str, float]] = []
 
     def __call__(self, record: StepRecord) -> None:
+        if changes := change_scalars_of(record):
+            self._logger.log_metrics({f"{self._prefix}.{name}": value for name, value in changes.items()}, record.step)
+        if record.discarded:
+            return
         self._gathered.append(scalars_of(record))
         if len(self._gathered) < self._every:
             return

@@ -6,9 +6,15 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 
-from gradsync.profiling.record import PARTS, StepRecord
+from gradsync.profiling.record import PARTS, Change, StepRecord
 
 LOOPBACK = "127.0.0.1"
+CHANGE_TOTALS = {  # once the members of an elastic run have changed
+    "discarded_steps": "Steps of this worker that were rolled back and done again.",
+    "lost_members": "Workers that died or were given up.",
+    "heals": "Times that a worker has taken over the state of another.",
+    "stalled_seconds": "Time that changes of the members have taken.",
+}
 
 
 class Prometheus:
@@ -36,6 +42,8 @@ class Prometheus:
         self._part_s = dict.fromkeys(PARTS, 0.0)
         self._last_step_s = 0.0
         self._staleness: float | None = None
+        self._change: Change | None = None  # of the members of an elastic run: the last one
+        self._totals = dict.fromkeys(CHANGE_TOTALS, 0.0)
         adapter = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -64,12 +72,46 @@ class Prometheus:
     def __call__(self, record: StepRecord) -> None:
         with self._lock:
             self._rank = record.rank
+            for change in record.changes:
+                self._add_change(change)
+            if record.discarded:
+                return
             self._steps += 1
             self._sent_bytes += record.sent_bytes
             self._last_step_s = record.step_s
             self._staleness = record.staleness
             for part in PARTS:
                 self._part_s[part] += float(getattr(record.parts, f"{part}_s"))
+
+    def _add_change(self, change: Change) -> None:
+        self._change = change
+        self._totals["discarded_steps"] += change.discarded
+        self._totals["lost_members"] += len(change.lost)
+        self._totals["heals"] += len(change.healed)
+        self._totals["stalled_seconds"] += change.stalled_s
+
+    def _elastic_lines(self, rank: str) -> list[str]:
+        """The lines of a run whose members have changed; none before."""
+        if self._change is None:
+            return []
+        gauges = {
+            "epoch": ("The epoch of the elastic run.", self._change.epoch),
+            "members": ("The workers that take part now.", self._change.num_members),
+        }
+        lines = []
+        for name, (about, value) in gauges.items():
+            lines += [
+                f"# HELP gradsync_{name} {about}",
+                f"# TYPE gradsync_{name} gauge",
+                f"gradsync_{name}{{{rank}}} {value}",
+            ]
+        for name, about in CHANGE_TOTALS.items():
+            lines += [
+                f"# HELP gradsync_{name}_total {about}",
+                f"# TYPE gradsync_{name}_total counter",
+                f"gradsync_{name}_total{{{rank}}} {self._totals[name]:.9g}",
+            ]
+        return lines
 
     def page(self) -> str:
         """The response to a scrape."""
@@ -95,6 +137,7 @@ class Prometheus:
                     "# TYPE gradsync_staleness_steps gauge",
                     f"gradsync_staleness_steps{{{rank}}} {self._staleness:.9g}",
                 ]
+            lines += self._elastic_lines(rank)
         return "\n".join(lines) + "\n"
 
     def close(self) -> None:

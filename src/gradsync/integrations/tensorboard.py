@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from gradsync.integrations.scalars import scalars_of
+from gradsync.integrations.scalars import change_scalars_of, scalars_of
 from gradsync.profiling.record import StepRecord
 
 
@@ -15,7 +15,7 @@ class ScalarWriter(Protocol):
 
 
 class TensorBoard:
-    """Writes the record of every n-th step to the script's SummaryWriter.
+    """Writes the record of every n-th step to the script's SummaryWriter, and each change of the members.
 
     Args:
         writer: the script's own, so that the curves are in the same run as its losses.
@@ -40,6 +40,8 @@ class TensorBoard:
         self._prefix = prefix
 
     def __call__(self, record: StepRecord) -> None:
-        if record.step % self._every == 0:
+        for name, value in change_scalars_of(record).items():
+            self._writer.add_scalar(f"{self._prefix}/{name}", value, record.step)
+        if record.step % self._every == 0 and not record.discarded:
             for name, value in scalars_of(record).items():
                 self._writer.add_scalar(f"{self._prefix}/{name}", value, record.step)

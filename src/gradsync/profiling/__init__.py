@@ -4,9 +4,20 @@
 records (``record``), ``run`` saves and loads them, ``summary``, ``report`` and ``trace`` present them.
 """
 
-from gradsync.profiling.record import Breakdown, BucketRecord, Span, StepRecord
+from gradsync.profiling.record import Breakdown, BucketRecord, Change, Span, StepRecord
 from gradsync.profiling.recorder import Recorder, typical
 from gradsync.profiling.run import Run, load
 from gradsync.profiling.start import set_recording
 
-__all__ = ["Breakdown", "BucketRecord", "Recorder", "Run", "Span", "StepRecord", "load", "set_recording", "typical"]
+__all__ = [
+    "Breakdown",
+    "BucketRecord",
+    "Change",
+    "Recorder",
+    "Run",
+    "Span",
+    "StepRecord",
+    "load",
+    "set_recording",
+    "typical",
+]

@@ -64,13 +64,34 @@ class GpuRecorder(Recorder):
         while self._unread and (self._unread[0][1][-1].query() or len(self._unread) > MAX_UNREAD_STEPS):
             self._read(*self._unread.pop(0))
 
+    def _restart(self) -> None:
+        """As on a CPU, with events of its own: the numbers of those before mean nothing in it."""
+        self._events = []
+        super()._restart()
+
+    def _stop(self, raw: RawStep, step: int) -> None:
+        """As on a CPU; its times are read at once, as a change of the members takes longer than waiting for the GPU."""
+        super()._stop(raw, step)
+        for step_before in self._unread:
+            self._read(*step_before)
+        self._unread = []
+        self._convert(raw, self._events)
+        self._events = []
+
     def _carry_over(self, last: torch.Event) -> None:
         """Begin the next step where this one ends: at the same event."""
         self._events.append(last)
         self._reset(1)
 
     def _read(self, raw: RawStep, events: list[torch.Event], headers: StepHeaders | None, weight: float) -> None:
-        """Turn the numbers of events into nanoseconds, once the GPU has passed all of them."""
+        """Finish a step, once the GPU has passed all of its events."""
+        self._convert(raw, events)
+        stopped = sum(end - start for kind, _, start, end, _ in raw.spans if kind in (CALL, WAIT))
+        self._free += events[1:-1]  # the first and the last belong to the steps around too
+        self._finish_step(raw, headers, weight=weight, stalled_ns=stopped)
+
+    def _convert(self, raw: RawStep, events: list[torch.Event]) -> None:
+        """Turn the numbers of events into nanoseconds. Waits for the GPU to pass them."""
         events[-1].synchronize()
         at = [0, *(self._zero_ns + int(self._zero.elapsed_time(event) * 1e6) for event in events)]
         raw.start, raw.end, raw.opened, raw.backward = at[raw.start], at[raw.end], at[raw.opened], at[raw.backward]
@@ -80,6 +101,3 @@ class GpuRecorder(Recorder):
         raw.spans = [(kind, of, at[start], at[end], trains) for kind, of, start, end, trains in raw.spans]
         for op in raw.ops:
             op.called, op.done = at[op.called], at[op.done]
-        stopped = sum(end - start for kind, _, start, end, _ in raw.spans if kind in (CALL, WAIT))
-        self._free += events[1:-1]  # the first and the last belong to the steps around too
-        self._finish_step(raw, headers, weight=weight, stalled_ns=stopped)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradsync.comm.base import Communicator
+from gradsync.profiling.record import Change
 from gradsync.replicas.header import NO_TIMING, PreviousStepTiming, StepHeaders
 
 
@@ -60,6 +61,12 @@ class Recording:
 
     def set_staleness(self, steps: float) -> None:
         """Set the age, in steps, of the parameters that this step is computed with."""
+
+    def step_interrupted(self, step: int) -> None:
+        """In an elastic run a peer was lost, and the step under way is void."""
+
+    def members_changed(self, change: Change) -> None:
+        """An elastic run goes on with other members. ``ranks_changed`` came before."""
 
     def ranks_changed(self, comm: Communicator) -> None:
         """An elastic run goes on with these ranks, and the step under way was dropped. Blocks: every rank calls it."""

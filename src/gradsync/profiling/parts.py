@@ -138,6 +138,8 @@ def build_record(
         buckets=_buckets(raw, all_called, sizes, stops),
         spans=_spans(raw, all_called, stops),
         gradients=tuple((name, (when - raw.start) * NS) for name, when in raw.gradients),
+        discarded=raw.discarded,
+        changes=tuple(raw.changes),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from gradsync.profiling.record import Change
 from gradsync.replicas.header import NO_TIMING, PreviousStepTiming, StepTimings
 
 CALL, WAIT, ENCODE, DECODE, JOIN, ENGINE_COMM, STRATEGY_COMM = range(7)  # kinds of spans
@@ -40,6 +41,8 @@ class RawStep:
 
     __slots__ = (
         "backward",
+        "changes",
+        "discarded",
         "end",
         "gradients",
         "has_data",
@@ -77,6 +80,8 @@ class RawStep:
         self.ops: list[Op] = []
         self.spans: list[RawSpan] = []
         self.gradients: list[tuple[str, int]] = []  # (parameter, when); only where the recorder is `detailed`
+        self.discarded = False  # see StepRecord
+        self.changes: list[Change] = []
         # What follows is not saved: every rank saves its own steps.
         self.own_timing: PreviousStepTiming = NO_TIMING  # what this rank sends of this step, in its next header
         self.timings: StepTimings | None = None  # those of all ranks, from the headers of the next step
@@ -102,6 +107,8 @@ class RawStep:
                 "ops": [[op.bucket, op.name, op.num_bytes, op.called, op.done, op.seen] for op in self.ops],
                 "spans": self.spans,
                 "gradients": self.gradients,
+                **({"discarded": True} if self.discarded else {}),
+                **({"changes": [change.as_dict() for change in self.changes]} if self.changes else {}),
             },
             separators=(",", ":"),
         )
@@ -118,4 +125,6 @@ class RawStep:
         raw.ops = [Op(index, *each) for index, each in enumerate(saved["ops"])]
         raw.spans = [tuple(each) for each in saved["spans"]]
         raw.gradients = [tuple(each) for each in saved["gradients"]]
+        raw.discarded = saved.get("discarded", False)
+        raw.changes = [Change.from_dict(change) for change in saved.get("changes", ())]
         return raw

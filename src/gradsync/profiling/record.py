@@ -1,4 +1,4 @@
-"""The step record: what one step cost, as plain data that can be saved as JSON.
+"""The step record: what one step cost, as plain data that can be saved as JSON; and what a change of members cost.
 
 All times are seconds. Points in time count from the beginning of their step; ``StepRecord.began_s`` is that beginning
 on the clock of rank 0. A step lasts from the end of one synchronizing backward to the end of the next, so steps
@@ -88,6 +88,74 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One change of the members of an elastic run, as one worker saw it. Workers are given by their slots.
+
+    >>> from gradsync.profiling.record import Change
+    >>> change = Change(epoch=3, cause="worker 1 was lost", before=(0, 1), members=(0,), lost=(1,), stalled_s=0.05)
+    >>> change.num_members, Change.from_dict(change.as_dict()) == change
+    (1, True)
+    """
+
+    epoch: int  # that begins with it
+    cause: str
+    before: tuple[int, ...] = ()  # the members until then; empty on a newcomer, which does not know them
+    members: tuple[int, ...] = ()  # in rank order
+    lost: tuple[int, ...] = ()  # that died, or were given up
+    left: tuple[int, ...] = ()  # that left in order
+    joined: tuple[int, ...] = ()
+    healed: tuple[int, ...] = ()  # that have taken over another's state: newcomers, and members that were a step behind
+    step: int = 0  # the synchronizing steps that are committed
+    discarded: bool = False  # this worker had begun a step, which was rolled back, and is done again
+    stalled_s: float = 0.0  # from the notice of the loss until training goes on. The parts of it:
+    agreeing_s: float = 0.0  # on the members
+    connecting_s: float = 0.0
+    restoring_s: float = 0.0  # comparing the replicas, rolling back, and copying the state to those that lack it
+    attaching_s: float = 0.0  # new buckets
+    healed_bytes: int = 0  # of state that was copied
+    over: str = ""  # what the members are connected by, such as "shm" or "tcp over eth0"
+    at_s: float = 0.0  # when it was over: seconds since 1970
+
+    @property
+    def num_members(self) -> int:
+        return len(self.members)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(saved: dict[str, Any]) -> Change:
+        """Restore a change from ``as_dict``, directly or from JSON."""
+        slots = {name: tuple(saved[name]) for name in ("before", "members", "lost", "left", "joined", "healed")}
+        return Change(**{**saved, **slots})
+
+    def describe(self) -> str:
+        """One line: what has happened, and what it cost.
+
+        >>> from gradsync.profiling.record import Change
+        >>> change = Change(epoch=3, cause="a test", members=(0, 2), lost=(1,), stalled_s=0.0512, discarded=True)
+        >>> change.describe()
+        'epoch 3 with 2 workers: worker 1 lost; a step is done again; stalled 0.05 s (a test)'
+        """
+        events = [
+            f"worker{'s' if len(slots) > 1 else ''} {', '.join(map(str, slots))} {what}"
+            for slots, what in ((self.lost, "lost"), (self.left, "left"), (self.joined, "joined"))
+            if slots
+        ]
+        if self.healed:
+            taken = f"{self.healed_bytes / 1e6:.3g} MB" if self.healed_bytes >= 1e5 else f"{self.healed_bytes} bytes"
+            events.append(f"{taken} of state copied over {self.over}")
+        workers = "1 worker" if self.num_members == 1 else f"{self.num_members} workers"
+        text = f"epoch {self.epoch} with {workers}: {', '.join(events) or 'the same ones'}"
+        text += f"; {'a step is done again' if self.discarded else 'no step is lost'}; stalled {self.stalled_s:.2f} s"
+        named = {"agreeing": self.agreeing_s, "connecting": self.connecting_s}
+        named |= {"restoring": self.restoring_s, "attaching": self.attaching_s}
+        parts = ", ".join(f"{name} {value_s:.2f}" for name, value_s in named.items() if value_s >= 0.005)
+        return f"{text}{f': {parts}' if parts else ''} ({self.cause})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     """One step on one rank."""
 
@@ -106,6 +174,9 @@ class StepRecord:
     buckets: tuple[BucketRecord, ...] = ()
     spans: tuple[Span, ...] = ()
     gradients: tuple[tuple[str, float], ...] = ()  # (parameter, when its gradient came), if the recorder is `detailed`
+    # In an elastic run:
+    discarded: bool = False  # it was rolled back; a record of the same step follows. Its times are until the loss
+    changes: tuple[Change, ...] = ()  # since the record before; if it was discarded, the last one came after it
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -121,5 +192,6 @@ class StepRecord:
                 "buckets": tuple(BucketRecord(**bucket) for bucket in saved["buckets"]),
                 "spans": tuple(Span(**span) for span in saved["spans"]),
                 "gradients": tuple((name, float(when_s)) for name, when_s in saved["gradients"]),
+                "changes": tuple(Change.from_dict(change) for change in saved.get("changes", ())),
             }
         )

@@ -31,7 +31,7 @@ from gradsync.profiling.raw import (
     RawStep,
     RecordedPlan,
 )
-from gradsync.profiling.record import PARTS, Breakdown, StepRecord
+from gradsync.profiling.record import PARTS, Breakdown, Change, StepRecord
 from gradsync.replicas.header import NO_TIMING, PreviousStepTiming, StepHeaders
 
 log = logging.getLogger("gradsync")
@@ -73,6 +73,8 @@ class Recorder(Recording):
         self.detailed = False  # also record when each single gradient came
         self.plans: list[RecordedPlan] = []  # all bucket plans so far, by number
         self.num_steps = 0
+        self.changes: list[Change] = []  # of the members of an elastic run
+        self._interrupted: RawStep | None = None  # a step that is done again
         self._steps: deque[RawStep] = deque(maxlen=keep)
         self._listeners: list[Listener] = []
         self._sinks: list[Sink] = []
@@ -96,7 +98,36 @@ class Recorder(Recording):
         self.rank, self.world_size = comm.rank, comm.world_size
         self.clocks = compare_clocks(comm)
         self._last_timing = NO_TIMING
+        self._restart()
+
+    def _restart(self) -> None:
+        """Begin a step after one that came to no end. The changes before that come before this one too."""
+        changes = self._raw.changes
         self._reset(self.now())
+        self._raw.changes = changes
+
+    def step_interrupted(self, step: int) -> None:
+        self._interrupted = self._raw
+        self._stop(self._raw, step)
+        self._reset(self.now())
+
+    def _stop(self, raw: RawStep, step: int) -> None:
+        """Mark a step as one that ends here, and is done again."""
+        raw.step, raw.end, raw.discarded = step, self.now(), True
+        raw.plan = len(self.plans) - 1 if raw.opened else -1
+        raw.opened, raw.backward = raw.opened or raw.end, raw.backward or raw.end
+
+    def members_changed(self, change: Change) -> None:
+        self.changes.append(change)
+        raw, self._interrupted = self._interrupted, None
+        if raw is None or not change.discarded:
+            self._raw.changes = [*([] if raw is None else raw.changes), *self._raw.changes, change]
+            return
+        raw.changes.append(change)
+        self._steps.append(raw)
+        for sink in self._sinks:
+            sink(raw)
+        self._complete(raw)
 
     # -- events of the engine -------------------------------------------------------------------------------------
 
@@ -257,7 +288,8 @@ class Recorder(Recording):
     def _take_timings(self, headers: StepHeaders) -> None:
         """Complete the previous step with the timings in all ranks' headers. See [Note: one step late]."""
         timings = headers.timings
-        last = next((raw for raw in reversed(self._steps) if timings and raw.step == timings.step), None)
+        whole = (raw for raw in reversed(self._steps) if not raw.discarded)
+        last = next((raw for raw in whole if timings and raw.step == timings.step), None)
         if last is not None:
             last.timings = timings
             self._complete(last)
@@ -280,7 +312,10 @@ class Recorder(Recording):
     # -- queries --------------------------------------------------------------------------------------------------
 
     def steps(self) -> list[StepRecord]:
-        """The kept steps whose records are complete, the oldest first: with several ranks, all but the last one."""
+        """The kept steps whose records are complete, the oldest first: with several ranks, all but the last one.
+
+        In an elastic run, a step that was rolled back and done again has a record for each attempt: see ``discarded``.
+        """
         return [self._record(raw) for raw in self._steps if raw.is_complete]
 
     def breakdown(self) -> Breakdown:
@@ -351,7 +386,8 @@ def typical(steps: Sequence[StepRecord]) -> list[StepRecord]:
 
     (An evaluation or a checkpoint between two steps makes one of them long.)
     """
-    chosen = [step for step in steps if step.step >= WARM_UP_STEPS] or list(steps)
+    steps = [step for step in steps if not step.discarded]
+    chosen = [step for step in steps if step.step >= WARM_UP_STEPS] or steps
     if not chosen:
         return []
     median_s = sorted(step.step_s for step in chosen)[len(chosen) // 2]

@@ -26,7 +26,7 @@ from gradsync.comm.base import Communicator
 from gradsync.profiling.clocks import ClockOffsets, narrow_offsets
 from gradsync.profiling.parts import build_record
 from gradsync.profiling.raw import RawStep, RecordedPlan
-from gradsync.profiling.record import StepRecord
+from gradsync.profiling.record import Change, StepRecord
 from gradsync.profiling.recorder import typical
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class Writer:
         sent: Callable[[], int] = lambda: 0,
         bucket_bytes: int | None = None,
         number: int = 0,
+        slot: int | None = None,
     ) -> None:
         # The first synchronizer is that of the script's main model; a second one (a GAN's) gets a folder of its own.
         folder = folder if number == 0 else folder / f"synchronizer-{number}"
@@ -77,10 +78,15 @@ class Writer:
         self._recorder = recorder
         self._num_plans = 0
         self._sent = sent
-        self._file = (folder / f"rank-{comm.rank}.jsonl").open("w", buffering=1 << 16)
+        # In an elastic run ranks change and a worker's slot does not. Those that were started in one slot, one after
+        # the other, share a file.
+        place = comm.rank if slot is None else slot
+        self._file = (folder / f"rank-{place}.jsonl").open("w" if slot is None else "a", buffering=1 << 16)
         weakref.finalize(self, self._file.close)  # with the synchronizer, or at the end of the process
+        if slot is not None and self._file.tell():
+            self._write("")  # the last line may be truncated
         meta = RankMeta(
-            rank=comm.rank,
+            rank=place,
             world_size=comm.world_size,
             host=platform.node(),
             strategy=strategy,
@@ -120,28 +126,38 @@ class RawRecords:
     meta: RankMeta
     plans: list[RecordedPlan] = field(default_factory=list)
     steps: dict[int, RawStep] = field(default_factory=dict)  # by number
+    discarded: list[RawStep] = field(default_factory=list)  # in an elastic run: rolled back, and done again
 
 
 def read_raw_records(path: Path) -> RawRecords | None:
-    """Read a rank's file; None if the process ended before its first line. A truncated last line is ignored."""
+    """Read a rank's file; None if the process ended before its first line. A truncated line is ignored."""
     found: RawRecords | None = None
-    for line in path.read_text().splitlines():
+    base = 0  # plans of the workers before this one, in the same file
+    for line in filter(None, path.read_text().splitlines()):
         try:
             data: dict[str, Any] = json.loads(line)
         except json.JSONDecodeError:
-            break
+            continue
         if "meta" in data:
             if data.get("format") != FORMAT:
                 raise ValueError(f"{path} has format {data.get('format')!r}; expected {FORMAT}. Record it again.")
             params = {name: (tuple(shape), dtype) for name, (shape, dtype) in data["meta"].pop("params").items()}
-            found = RawRecords(RankMeta(**data["meta"], params=params))
+            meta = RankMeta(**data["meta"], params=params)
+            if found is None:
+                found = RawRecords(meta)
+            else:  # of the worker that was started in place of one that had died
+                found.meta, base = meta, len(found.plans)
         elif found is None:
             raise ValueError(f"{path} does not begin as the records of a rank do. Is it another file?")
         elif "layout" in data:
             found.plans.append([(num_bytes, list(names)) for num_bytes, names in data["layout"]])
         else:
             step = RawStep.from_json(data)
-            found.steps[step.step] = step
+            step.plan += base
+            if step.discarded:
+                found.discarded.append(step)
+            else:
+                found.steps[step.step] = step
     return found
 
 
@@ -186,6 +202,22 @@ class Run:
         """The typical steps of a rank: without warm-up and outliers."""
         return typical(self.records[rank])
 
+    @cached_property
+    def discarded(self) -> dict[int, list[StepRecord]]:
+        """In an elastic run: each rank's records of steps that were rolled back and done again."""
+        return {rank: [self._build(rank, step) for step in each.discarded] for rank, each in self.raw.items()}
+
+    @property
+    def changes(self) -> list[Change]:
+        """The changes of the members of an elastic run, each as the first rank saw it that was there before."""
+        seen: dict[int, Change] = {}
+        for each in self.raw.values():
+            for step in (*each.steps.values(), *each.discarded):
+                for change in step.changes:
+                    if change.epoch not in seen or (change.before and not seen[change.epoch].before):
+                        seen[change.epoch] = change
+        return [seen[epoch] for epoch in sorted(seen)]
+
     @property
     def num_steps(self) -> int:
         """How many steps every rank has completed."""
@@ -197,7 +229,7 @@ class Run:
         called = [op.called + here for op in raw.ops]
         for other, each in self.raw.items():
             theirs = each.steps.get(raw.step)
-            if theirs is None or len(theirs.ops) != len(raw.ops):
+            if theirs is None or raw.discarded or len(theirs.ops) != len(raw.ops):
                 continue  # that rank ended before, or the strategy lets each rank communicate on its own
             there = clocks.offset_ns(other)
             called = [max(mine, op.called + there) for mine, op in zip(called, theirs.ops, strict=True)]

@@ -68,10 +68,17 @@ def start(
     strategy: str,
     sent: Callable[[], int] = lambda: 0,
     bucket_bytes: int | None = None,
+    slot: int | None = None,
 ) -> Recording:
     """Make the recorder of a new synchronizer. Blocks: every rank calls it, to compare clocks.
 
-    ``sent``: the bytes that the strategy sends in a step, for steps in which no collective is recorded.
+    Args:
+        comm: the ranks.
+        params: the parameters, by name.
+        strategy: its spec.
+        sent: the bytes that the strategy sends in a step, for steps in which no collective is recorded.
+        bucket_bytes: as the script set it.
+        slot: in an elastic run, this worker's.
     """
     if not _Settings.enabled:
         return NOT_RECORDING
@@ -91,6 +98,7 @@ def start(
             sent=sent,
             bucket_bytes=bucket_bytes,
             number=number,
+            slot=slot,
         )
     )
     limit = _Settings.stop_after_steps

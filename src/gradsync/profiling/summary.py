@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gradsync.profiling.record import Breakdown, BucketRecord, StepRecord
+from gradsync.profiling.record import Breakdown, BucketRecord, Change, StepRecord
 from gradsync.profiling.run import Run
 
 WORTH_NAMING = 0.05  # of a step: a smaller share of synchronization is not worth a change
@@ -66,6 +66,7 @@ class RunSummary:
     straggler: int | None
     ranks: tuple[RankSummary, ...]
     buckets: tuple[BucketSummary, ...]
+    changes: tuple[Change, ...] = ()  # of the members, in an elastic run
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -115,6 +116,7 @@ def summarize(run: Run) -> RunSummary:
         straggler=slowest.rank if slowest.slower > STRAGGLER_MARGIN and len(ranks) > 1 else None,
         ranks=ranks,
         buckets=_buckets(run, every),
+        changes=tuple(run.changes),
     )
 
 

@@ -15,7 +15,8 @@ TRACKS = {1: "training", 2: "stalled by", 3: "background thread"}
 
 def write_trace(run: Run, path: Path | str) -> None:
     """Write the trace of a run, its times on the clock of rank 0."""
-    events = list(trace_events(record for steps in run.records.values() for record in steps))
+    steps = [*run.records.values(), *run.discarded.values()]
+    events = list(trace_events(record for of_rank in steps for record in of_rank))
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":")) + "\n")
 
 
@@ -33,15 +34,20 @@ def trace_events(records: Iterable[StepRecord]) -> Iterator[dict[str, Any]]:
     if not found:
         return
     zero_s = min(record.began_s for record in found)
+    has_changes = {record.rank for record in found if record.changes}
     for rank in sorted({record.rank for record in found}):
         yield {"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": f"rank {rank}"}}
         yield {"ph": "M", "pid": rank, "tid": 0, "name": "process_sort_index", "args": {"sort_index": rank}}
         for track, name in TRACKS.items():
             yield {"ph": "M", "pid": rank, "tid": track, "name": "thread_name", "args": {"name": name}}
+        if rank in has_changes:
+            yield {"ph": "M", "pid": rank, "tid": 4, "name": "thread_name", "args": {"name": "members"}}
     for record in found:
         begin_us = (record.began_s - zero_s) * 1e6
+        yield from _changes(record, begin_us)
         parts = {f"{part}_ms": round(getattr(record.parts, f"{part}_s") * 1e3, 4) for part in PARTS}
-        yield _event(f"step {record.step}", "step", record.rank, 1, begin_us, record.step_s * 1e6, parts)
+        name = f"step {record.step}{' (discarded)' if record.discarded else ''}"
+        yield _event(name, "step", record.rank, 1, begin_us, record.step_s * 1e6, parts)
         for number, span in enumerate(record.spans):
             name, about = _describe(span)
             start_us, taken_us = begin_us + span.start_s * 1e6, (span.end_s - span.start_s) * 1e6
@@ -53,6 +59,29 @@ def trace_events(records: Iterable[StepRecord]) -> Iterator[dict[str, Any]]:
                 continue
             track = 2 if span.kind == "stopped" else 1 if span.main else 3
             yield _event(name, span.kind, record.rank, track, start_us, taken_us, about)
+
+
+def _changes(record: StepRecord, begin_us: float) -> Iterator[dict[str, Any]]:
+    """The changes of the members around a step: what they took, part by part, and a flag at the end of each."""
+    ends_us = {}
+    until_us = begin_us
+    before = record.changes[:-1] if record.discarded else record.changes
+    for change in reversed(before):
+        ends_us[change.epoch] = until_us
+        until_us -= change.stalled_s * 1e6
+    for change in record.changes[len(before) :]:
+        ends_us[change.epoch] = begin_us + (record.step_s + change.stalled_s) * 1e6
+    for change in record.changes:
+        end_us, taken_us = ends_us[change.epoch], change.stalled_s * 1e6
+        about = {**change.as_dict(), "what": change.describe()}
+        yield _event(f"epoch {change.epoch}", "members", record.rank, 4, end_us - taken_us, taken_us, about)
+        start_us = end_us - taken_us
+        for part in ("agreeing", "connecting", "restoring", "attaching"):
+            part_us = getattr(change, f"{part}_s") * 1e6
+            yield _event(part, "members", record.rank, 4, start_us, part_us, {})
+            start_us += part_us
+        flag = {"ph": "i", "s": "p", "name": change.describe(), "cat": "members", "pid": record.rank, "tid": 4}
+        yield {**flag, "ts": round(end_us, 3)}
 
 
 def _describe(span: Span) -> tuple[str, dict[str, Any]]:

@@ -79,6 +79,7 @@ class BatchSource:
         self.waited_s = 0.0  # how long collectives have kept this worker from its work so far
         self.wait_unseen_on = ""  # a device on which the host does not wait, so it can't measure this; empty: none
         self.boundary: StepBoundary | None = None  # in an elastic run
+        self.in_step_block = False  # `with sync.step():` is open
         self.healed_place: dict[str, Any] | None = None  # of a newcomer's loader, until a loader takes it
         self._loaders: weakref.WeakSet[Any] = weakref.WeakSet()
         # Weak references: the data must not keep a model alive that was dropped without close().

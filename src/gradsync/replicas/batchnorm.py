@@ -8,6 +8,10 @@ silently.
 [Note: weights] Every rank's loss is a mean over its own samples, and the engine makes Σ w·g / Σ w of the ranks'
 gradients. The gradient that arrives here on rank s is therefore larger by W/w_s than that of the joined loss, and what
 leaves here on rank r must be larger by W/w_r. So sums over ranks are taken of w_s·dy, and are divided by w_r.
+
+[Note: elastic runs] There the members change, and the layers follow: synchronize() opens their connection, and renews
+it for each epoch (``move_batchnorms``). A peer may be lost within a forward or a backward, so both must run within
+``with sync.step():``.
 """
 
 from __future__ import annotations
@@ -23,8 +27,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.connect import connect
-from gradsync.errors import OutOfStep
-from gradsync.replicas.batch_context import batch_source
+from gradsync.errors import CollectiveFailed, OutOfStep, PeerLost
+from gradsync.replicas.batch_context import BatchSource, batch_source
 from gradsync.replicas.ownership import context_of
 
 # What convert() knows how to replace. A subclass may do more than normalize, and would lose it.
@@ -45,6 +49,8 @@ class _Channel:
         self.width = 0  # channels of the widest layer
         self.num_layers = 0
         self._comm: Communicator | None = None
+        self._source: BatchSource | None = None  # of its worker; None: nothing was opened yet
+        self.is_elastic = False  # see [Note: elastic runs]
         self._device = torch.device("cpu")  # where the last row lived: a rank without data must use the same
         if comm is not None:
             self._open(comm)
@@ -58,14 +64,56 @@ class _Channel:
     @property
     def comm(self) -> Communicator:
         """The communicator; connects a channel that has none yet, or none any more: a pickle can't keep it."""
+        self._open_if_new()
         if self._comm is None:
-            self._open(connect())
-        assert self._comm is not None
+            raise ValueError(
+                "in an elastic run SyncBatchNorm communicates only in the model that synchronize() keeps in step. "
+                "Expected a layer of that model, after synchronize(); got another forward in training mode. Call "
+                "synchronize() before, or eval()."
+            )
         return self._comm
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other rank, and none can come."""
+        self._open_if_new()
+        return not self.is_elastic and self.comm.world_size == 1
+
+    def _open_if_new(self) -> None:
+        if self._source is None:
+            self._open(connect())
+
     def _open(self, comm: Communicator) -> None:
-        self._comm = comm.unchecked().clone()
-        batch_source(self._comm).subscribe_companion(self._participate_without_data)
+        self._source = batch_source(comm)
+        self._source.subscribe_companion(self._participate_without_data)
+        self.is_elastic = comm.members_may_change
+        if not self.is_elastic:
+            self._comm = comm.unchecked().clone()
+
+    @property
+    def is_movable(self) -> bool:
+        """Whether its members may change: not if it was opened with a communicator that stays."""
+        return self._source is None or self.is_elastic
+
+    def move_to(self, comm: Communicator) -> None:
+        """In an elastic run: go on with these ranks. Blocks: all ranks call it."""
+        if self._source is None:
+            self._source = batch_source(comm)
+            self._source.subscribe_companion(self._participate_without_data)
+        self.is_elastic = True
+        before, self._comm = self._comm, comm.clone()
+        if before is not None:
+            before.abandon()
+
+    def check_step_block(self) -> None:
+        """In an elastic run: refuse a forward or backward where a lost peer could not be caught."""
+        if self.is_elastic and self._source is not None and not self._source.in_step_block:
+            raise ValueError(
+                "SyncBatchNorm communicates within forward and backward, and an elastic run can catch a lost worker "
+                "there only within `with sync.step():`. Expected both in such a block; got one outside. Put the body "
+                "of the training loop, from forward to optimizer.step(), into `with sync.step():`; to evaluate, call "
+                "model.eval() before."
+            )
 
     def sum(self, layer: int, kind: int, count: int, first: Tensor, second: Tensor) -> Tensor:
         """Sum two vectors and a count over the ranks; returns the row: (head, first, second). Blocks on CPU."""
@@ -98,13 +146,19 @@ class _Channel:
 
     def _participate_without_data(self) -> None:
         """This rank has no data left: add nothing to the others' sums until they have none either."""
-        if self.comm.world_size == 1 or self.width == 0:
+        comm = self._comm if self.is_elastic else self.comm
+        if comm is None or comm.world_size == 1 or self.width == 0:
             return
-        while True:
-            row = self._empty_row(self._device)
-            self.comm.all_reduce(row).wait()
-            if row[0].item() == 0:
-                return
+        try:
+            while True:
+                row = self._empty_row(self._device)
+                comm.all_reduce(row).wait()
+                if row[0].item() == 0:
+                    return
+        except (PeerLost, CollectiveFailed):
+            if not self.is_elastic:
+                raise
+            # The engine meets the same loss, in its own join or in the barrier after it, and goes on with the others.
 
     def _empty_row(self, device: torch.device) -> Tensor:
         self._device = device
@@ -114,7 +168,28 @@ class _Channel:
         return self  # a copy of a model (an average of its weights, say) shares the connection
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_comm": None}
+        return {**vars(self), "_comm": None, "_source": None, "is_elastic": False}
+
+
+def _channels(model: nn.Module) -> list[_Channel]:
+    """The channels of a model's layers, each once, in the order of the layers."""
+    layers = (module for module in model.modules() if isinstance(module, SyncBatchNorm))
+    return list({id(layer._channel): layer._channel for layer in layers}.values())
+
+
+def check_movable(model: nn.Module) -> None:
+    """In an elastic run: refuse layers with a communicator that stays when the members change."""
+    if not all(channel.is_movable for channel in _channels(model)):
+        raise ValueError(
+            "a SyncBatchNorm of the model has a communicator of its own, which can't follow the members of an elastic "
+            "run. Expected gradsync.connect()'s, or none; leave out comm=."
+        )
+
+
+def move_batchnorms(model: nn.Module, comm: Communicator) -> None:
+    """In an elastic run: connect a model's layers with the members of a new epoch. Blocks: all ranks call it."""
+    for channel in _channels(model):
+        channel.move_to(comm)
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -127,7 +202,7 @@ class SyncBatchNorm(_BatchNorm):
     Most models are converted: :meth:`convert`. The gradients of weight and bias stay those of the rank's own batch:
     :func:`gradsync.synchronize` averages them like all others. The connection is not part of ``state_dict``; a copy
     shares it, and a layer without one (made without ``comm``, or unpickled) takes :func:`gradsync.connect`'s when it is
-    first trained.
+    first trained. In an elastic run the layer is trained within ``with sync.step():``, and follows the members.
 
     >>> import gradsync, torch
     >>> layer = gradsync.SyncBatchNorm(3)
@@ -193,7 +268,7 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalize ``input`` of shape (samples, channels, ...); in training it waits for the other ranks."""
         self._check_input_dim(input)
-        if not self.training or self._channel.comm.world_size == 1:
+        if not self.training or self._channel.is_alone:
             return super().forward(input)
         return self._normalize(input)
 
@@ -201,6 +276,9 @@ class SyncBatchNorm(_BatchNorm):
     # here and another begins after it. (torch.compiler.disable would import the compiler with this file, for 2 s.)
     @_disable_dynamo
     def _normalize(self, input: Tensor) -> Tensor:
+        self._channel.check_step_block()
+        if self._channel.comm.world_size == 1:  # it may grow again
+            return super().forward(input)
         with torch.no_grad():
             count, mean, var = self._statistics(input.detach())
             if self.track_running_stats:
@@ -299,6 +377,7 @@ class _Normalize(torch.autograd.Function):
 
         d_input = None
         if ctx.needs_input_grad[0]:
+            layer._channel.check_step_block()
             # See [Note: weights].
             own_weight = layer._weight()
             row = layer._channel.sum(

@@ -29,6 +29,7 @@ class BufferSync:
         self._comm = comm
         self._small = StagedTensors([])
         self._seen: list[tuple[Tensor, int]] = []
+        self.num_overwritten = 0  # how often the buffers were overwritten from another rank: torch does not count that
         self._remember(self._tree.buffers())
 
     def move_to(self, comm: Communicator) -> None:
@@ -47,6 +48,7 @@ class BufferSync:
 
     def synchronize(self, share: float, src: int) -> None:
         """Overwrite the buffers with those of rank ``src``, or with the mean; ``share`` is this rank's part. Blocks."""
+        self.num_overwritten += 1
         buffers = copied = self._tree.buffers()
         if self.mode == "mean":
             self._average([buffer for buffer in buffers if buffer.is_floating_point()], share)

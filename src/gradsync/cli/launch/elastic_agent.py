@@ -34,6 +34,7 @@ from gradsync.cli.launch.elastic_store import (
     GivenUp,
     HostedStore,
     Left,
+    MembersChanged,
     NextIncarnation,
     Node,
     OtherLaunchers,
@@ -404,6 +405,8 @@ class ElasticAgent:
                 _say(f"the run was given up on another node: {reason}", fg="red", bold=True)
                 self._given_up = 1
                 self._tell_all_to_end()
+            case MembersChanged(text):
+                _say(text)
             case PeerAddresses(addresses):
                 self._cut_off(addresses)
             case StoreLost(reason):
@@ -515,6 +518,9 @@ class ElasticAgent:
     def _end(self) -> None:
         """Tell the other launchers that this one ends. The one that holds the store waits for them."""
         self._reports.close(REPORTS_S)
+        for event in self._reports.take_events():
+            if isinstance(event, MembersChanged):
+                self._handle_event(event)
         if not self._node.is_host or self._settings.max_nodes == 1:
             return
         others, notice = OtherLaunchers(self._store, self._node), False

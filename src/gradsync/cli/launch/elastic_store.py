@@ -27,11 +27,12 @@ from torch._C._distributed_c10d import TCPStore
 from gradsync.comm.tcp.handshake import plain_address, url_address
 from gradsync.elastic.store import BoundedStore
 from gradsync.errors import StoreUnreachable
+from gradsync.profiling.record import Change
 
 LOOPBACK = "127.0.0.1"
 NODES_WAIT_S = 600.0  # for node 0 to be reached, and for the nodes with which the run begins
 NODES_NOTICE_S = 5.0  # if it takes longer, a notice is printed
-POLL_S = 0.5  # how often a launcher of several asks for news, and shows that it is alive
+POLL_S = 0.5  # how often a launcher asks for news; one of several also shows that it is alive
 STORE_LOST_S = 60.0  # a store that can't be reached for longer is lost; a cable may be cut for less
 RETRY_S = 0.2
 
@@ -85,7 +86,14 @@ class StoreLost:
     reason: str
 
 
-Event = Finished | Left | NextIncarnation | RunEnding | GivenUp | PeerAddresses | StoreLost
+@dataclass(frozen=True)
+class MembersChanged:
+    """The workers go on with other members."""
+
+    text: str  # what has happened and what it cost, in one line
+
+
+Event = Finished | Left | NextIncarnation | RunEnding | GivenUp | PeerAddresses | MembersChanged | StoreLost
 
 
 class HostedStore:
@@ -274,6 +282,7 @@ class StoreReports:
         self._notify = notify
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._last_change = 0  # up to this epoch they were passed on
         self._told: set[type] = set()  # news of the other launchers that were passed on already
         self._thread = threading.Thread(target=self._serve, name="gradsync-reports", daemon=True)
         self._thread.start()
@@ -309,7 +318,8 @@ class StoreReports:
         self._calls.put(lambda: self._store.set("launchers/given_up", reason))
 
     def close(self, within_s: float) -> None:
-        """Say that this launcher has ended, after everything that was asked for before."""
+        """Say that this launcher has ended, after everything that was asked for before, and the last news."""
+        self._calls.put(self._ask_for_changes)
         self._calls.put(lambda: self._store.set(f"launchers/{self._node.launcher}/ended", "yes"))
         self._calls.put(None)
         self._thread.join(within_s)
@@ -320,9 +330,9 @@ class StoreReports:
         while True:
             call: Callable[[], None] | None
             try:
-                call = self._calls.get(timeout=None if self._alone else POLL_S)
+                call = self._calls.get(timeout=POLL_S)
             except queue.Empty:
-                call = self._ask_for_news
+                call = self._ask_for_changes if self._alone else self._ask_for_news
             if call is None:
                 return
             try:
@@ -373,12 +383,21 @@ class StoreReports:
     def _ask_for_news(self) -> None:
         """Ask for what the launchers of the other nodes have said, and show that this one is alive."""
         self._store.add(f"launchers/{self._node.launcher}/beats", 1)
+        self._ask_for_changes()
         if RunEnding not in self._told and self._store.has("launchers/ending"):
             self._told.add(RunEnding)
             self._put(RunEnding())
         if GivenUp not in self._told and (reason := self._store.get("launchers/given_up")) is not None:
             self._told.add(GivenUp)
             self._put(GivenUp(reason))
+
+    def _ask_for_changes(self) -> None:
+        """Ask what the changes of the members have cost, as a member of each new epoch has written."""
+        last = int(self._store.get("changed") or 0)
+        for number in range(self._last_change + 1, last + 1):
+            if (text := self._store.get(f"changed/{number}")) is not None:
+                self._put(MembersChanged(Change.from_dict(json.loads(text)).describe()))
+        self._last_change = max(self._last_change, last)
 
     def _other_launchers(self) -> dict[int, dict[str, str]]:
         """The launchers of other nodes that have not ended, by their number."""
