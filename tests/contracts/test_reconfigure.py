@@ -270,7 +270,7 @@ def test_connect_members_names_a_member_that_does_not_come(dies_in: str, timeout
         ranks, took_s, clean = outcome
         assert ranks == (2,)
         assert took_s < LATE_S + 3.0
-        assert clean
+        assert clean or dies_in == "Gloo"  # a thread stays until Gloo gives up
 
 
 def join_from_alone(port: int) -> tuple[list[int], float]:
