@@ -180,9 +180,7 @@ class Recovery:
         with self._cost.timing("restoring"):
             check_agreement(comm, replica.describe(structure_only=epoch.needs_healing))
             if epoch.needs_healing:
-                counted = CountedBytes(comm)
-                self._heal(epoch, own.step, counted)
-                self._cost.healed_bytes += counted.num_bytes
+                self._heal(epoch, own.step, comm)
             else:
                 replica.roll_back()
                 if epoch.newest_step == 0:
@@ -192,17 +190,28 @@ class Recovery:
         self._is_whole = True
 
     def _heal(self, epoch: Epoch, own_step: int, comm: Communicator) -> None:
-        """Copy the newest state to the members that do not have it."""
+        """Copy the newest state to the members that do not have it.
+
+        The others take no part: on one host their copies would take the time of those that need one.
+        """
         replica, training = self.replica, self.replica.training
         is_behind = own_step != epoch.newest_step
         if is_behind:
             self._is_whole, self._has_caught_up = False, True
         else:
             replica.roll_back()  # what this worker has begun since is not part of the state that it gives
-        copy_training_state(
-            comm, training.model, training.optimizer, training.copied_with_state, epoch.donor, take=is_behind
-        )
-        progress = broadcast_object(comm, replica.progress() if comm.rank == epoch.donor else None, epoch.donor)
+        behind = [rank for rank, member in enumerate(epoch.members) if member.step != epoch.newest_step]
+        taking_part = sorted([epoch.donor, *behind])
+        group = comm.split(taking_part)
+        if group is None:
+            return
+        donor, counted = taking_part.index(epoch.donor), CountedBytes(group)
+        try:
+            copy_training_state(counted, training.model, training.optimizer, training.copied_with_state, donor)
+            progress = broadcast_object(counted, replica.progress() if group.rank == donor else None, donor)
+        finally:
+            self._cost.healed_bytes += counted.num_bytes
+            group.close()
         if is_behind:
             is_newcomer = own_step == NO_STATE
             if not is_newcomer:

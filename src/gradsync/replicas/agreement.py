@@ -92,11 +92,8 @@ def find_difference(comm: Communicator, lines: Mapping[str, str]) -> str | None:
     return None
 
 
-def copy_tensors(comm: Communicator, tensors: Iterable[Tensor], src: int, *, take: bool = True) -> None:
-    """Overwrite every rank's tensors with those of rank ``src``, in flat chunks. Blocks.
-
-    ``take``: False on a rank that takes part, and keeps its own.
-    """
+def copy_tensors(comm: Communicator, tensors: Iterable[Tensor], src: int) -> None:
+    """Overwrite every rank's tensors with those of rank ``src``, in flat chunks. Blocks."""
     if comm.world_size == 1:
         return
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -107,7 +104,7 @@ def copy_tensors(comm: Communicator, tensors: Iterable[Tensor], src: int, *, tak
             for chunk in _chunks(group):
                 flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
                 comm.broadcast(flat, src).wait()
-                if comm.rank != src and take:
+                if comm.rank != src:
                     for tensor, part in zip(chunk, flat.split([t.numel() for t in chunk]), strict=True):
                         # .data: a buffer that a retained graph has saved may be overwritten with equal values
                         tensor.data.copy_(part.view(tensor.shape))
@@ -119,17 +116,12 @@ def copy_training_state(
     optimizer: torch.optim.Optimizer,
     others: Sequence[Stateful],
     src: int,
-    *,
-    take: bool = True,
 ) -> None:
-    """Give every rank the parameters, buffers, optimizer state and ``others`` (scaler, schedules) of ``src``.
-
-    ``take``: False on a rank that takes part, and keeps its own.
-    """
-    copy_tensors(comm, [*model.parameters(), *model.buffers()], src, take=take)
+    """Give every rank the parameters, buffers, optimizer state and ``others`` (scaler, schedules) of ``src``."""
+    copy_tensors(comm, [*model.parameters(), *model.buffers()], src)
     stateful: list[Stateful] = [optimizer, *others]
-    received = broadcast_object(comm, [_sharable(one.state_dict()) for one in stateful], src)
-    if comm.rank != src and take:
+    received = broadcast_object(comm, [sharable(one.state_dict()) for one in stateful], src)
+    if comm.rank != src:
         for one, state in zip(stateful, received, strict=True):
             one.load_state_dict({**one.state_dict(), **state})
 
@@ -195,7 +187,7 @@ def plain_name(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
-def _sharable(state: dict[str, Any]) -> dict[str, Any]:
+def sharable(state: dict[str, Any]) -> dict[str, Any]:
     """A state without what only its own rank can have: the functions that a schedule may hold."""
     return {key: value for key, value in state.items() if not callable(value) and not _holds_functions(value)}
 
