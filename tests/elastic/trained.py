@@ -37,6 +37,7 @@ OPTIONS: dict[str, Any] = {
     "windows": False,  # a block holds all batches of an accumulation
     "step_s": 0.0,
     "amp": False,
+    "dropout": 0.0,
     **json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}"),
 }
 UID = json.loads(os.environ["GRADSYNC_ELASTIC"])["uid"] if "GRADSYNC_ELASTIC" in os.environ else "0.0"
@@ -96,7 +97,8 @@ def make_model() -> torch.nn.Module:
             torch.nn.Linear(32, 1),
         ]
         return gradsync.SyncBatchNorm.convert(torch.nn.Sequential(*layers).double())
-    return torch.nn.Sequential(torch.nn.Linear(8, 40), torch.nn.Tanh(), torch.nn.Linear(40, 1)).double()
+    layers = [torch.nn.Linear(8, 40), torch.nn.Tanh(), torch.nn.Dropout(OPTIONS["dropout"]), torch.nn.Linear(40, 1)]
+    return torch.nn.Sequential(*layers).double()
 
 
 def main() -> None:

@@ -30,6 +30,11 @@ def broadcast_object(comm: Communicator, value: Any, src: int) -> Any:
     return value if comm.rank == src else _unpack(tree, iter(sent))
 
 
+def check_plain(value: Any) -> None:
+    """Raise TypeError for a value that is not of plain objects and tensors, and can neither be sent nor saved."""
+    _pack(value, [])
+
+
 def send_object(comm: Communicator, value: Any, dst: int) -> None:
     """Send a value to rank ``dst``, which calls :func:`recv_object`. Blocks until it is sent."""
     tensors: list[Tensor] = []

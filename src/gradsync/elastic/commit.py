@@ -7,6 +7,7 @@ codecs are dropped by the engine and the strategy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -90,7 +91,18 @@ class RestorePoint:
         overwritten = self._training.buffers.num_overwritten != self._num_overwritten
         return overwritten or any(buffer._version != version for buffer, version, _ in self._copies)
 
+    @property
+    def random_numbers(self) -> list[Tensor]:
+        """The states of torch's generators: the host's, and that of its accelerator if there is one."""
+        return [self._rng, *self._device_rng]
+
     def restore_random_numbers(self) -> None:
-        torch.set_rng_state(self._rng)
-        for state in self._device_rng:
-            torch.cuda.set_rng_state(state)
+        set_random_numbers(self.random_numbers)
+
+
+def set_random_numbers(states: Sequence[Tensor]) -> None:
+    """Set torch's generators to what ``random_numbers`` was."""
+    rng, *device_rng = states
+    torch.set_rng_state(rng)
+    for state in device_rng if torch.cuda.is_available() else ():
+        torch.cuda.set_rng_state(state)

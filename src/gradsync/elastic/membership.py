@@ -16,13 +16,17 @@ them is enough if it includes the first of them. Otherwise they wait: see ``on_p
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from gradsync.elastic.leave import leave_requested
 from gradsync.elastic.store import BoundedStore
 from gradsync.errors import Partitioned, StoreUnreachable
+
+log = logging.getLogger("gradsync")
 
 NO_STATE = -1  # the step of a member that has nothing: it must be healed
 POLL_S = 0.004
@@ -94,6 +98,14 @@ class RunHasEnded(SystemExit):
         super().__init__(0)
 
 
+class RunCutShort(SystemExit):
+    """The launcher has ended while the members were changing: they can't agree any more, and end with exit code 1."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(1)
+        log.warning("this worker ends: it was told to, and the members can't agree on who goes on, as %s", why)
+
+
 class Membership:
     """One worker's view of the membership. Its calls block, and have limits; only one thread makes them."""
 
@@ -140,6 +152,8 @@ class Membership:
                     return Epoch(number, (), cause)
                 self._try_to_decide(number, waited_s, cause)
             except StoreUnreachable as unreachable:
+                if leave_requested() is not None:
+                    raise RunCutShort(str(unreachable)) from unreachable
                 self._check_patience(waited_s, str(unreachable))
             else:
                 self._check_patience(waited_s, self._missing_text(number))

@@ -19,6 +19,7 @@ from gradsync.comm.base import Communicator, Work
 from gradsync.comm.forwarding import Forwarding
 from gradsync.comm.objects import broadcast_object
 from gradsync.elastic.membership import NO_STATE, Epoch
+from gradsync.elastic.run_folder import SavedState
 from gradsync.elastic.session import Cost, Session
 from gradsync.errors import CollectiveFailed, PeerLost, StoreUnreachable
 from gradsync.replicas.agreement import check_agreement, copy_training_state
@@ -60,6 +61,14 @@ class Replica(Protocol):
 
     def adopt(self, progress: dict[str, Any], *, newcomer: bool) -> None:
         """Take over another's progress."""
+        ...
+
+    def find_saved(self, comm: Communicator) -> SavedState | None:
+        """The state of an earlier run to go on from, the same on all members; None if there is none. Blocks."""
+        ...
+
+    def resume(self, comm: Communicator, state: SavedState) -> None:
+        """Nobody has made a step yet: take over the state of an earlier run, all alike. Blocks."""
         ...
 
     def begin(self, comm: Communicator) -> None:
@@ -178,12 +187,15 @@ class Recovery:
         replica, comm = self.replica, world.unchecked()
         own = epoch.members[world.rank]
         with self._cost.timing("restoring"):
-            check_agreement(comm, replica.describe(structure_only=epoch.needs_healing))
-            if epoch.needs_healing:
+            saved = replica.find_saved(comm) if epoch.newest_step <= 0 else None
+            check_agreement(comm, replica.describe(structure_only=epoch.needs_healing or saved is not None))
+            if saved is not None:
+                replica.resume(comm, saved)
+            elif epoch.needs_healing:
                 self._heal(epoch, own.step, comm)
             else:
                 replica.roll_back()
-                if epoch.newest_step == 0:
+                if epoch.newest_step <= 0:
                     replica.begin(comm)
         with self._cost.timing("attaching"):
             replica.attach(comm.clone())

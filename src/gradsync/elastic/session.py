@@ -13,8 +13,9 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from gradsync.comm.background import attempt
@@ -23,8 +24,9 @@ from gradsync.comm.connect import use_connector
 from gradsync.comm.following import Following
 from gradsync.comm.members import connect_members
 from gradsync.comm.rendezvous import interface_between_hosts
-from gradsync.elastic.leave import leave_requested
+from gradsync.elastic.leave import leave_is_due, leave_requested
 from gradsync.elastic.membership import NO_STATE, Epoch, Membership, MembershipSettings
+from gradsync.elastic.run_folder import RunFolder
 from gradsync.elastic.store import BoundedStore
 from gradsync.errors import PeerLost, StoreUnreachable
 from gradsync.profiling.record import Change
@@ -36,6 +38,7 @@ log = logging.getLogger("gradsync")
 END_POLL_S = 0.02  # how often a worker that connects asks whether the epoch has ended meanwhile
 CLOSE_S = 5.0  # for a thread to end
 WATCH_S = 0.1  # how often it asks whether somebody waits to join
+UNREACHABLE_WATCH_S = 1.0  # the same, while the store can't be reached
 CONNECT_LIMIT_S = 60.0  # of all members of an epoch; a smaller timeout_s limits it further
 
 
@@ -75,6 +78,9 @@ class Session:
         self.changes: list[Change] = []
         self.lost_residuals: list[str] = []
         self.has_synchronizer = False
+        self.folder: RunFolder | None = None  # of --resume
+        self.save_every_s: float | None = None
+        self.store_is_lost = False  # the last call of the watching thread did not reach it
         self._settled: Epoch | None = None  # the last epoch in which this worker has trained
         self._wanted: str | None = None
         self._closing = threading.Event()
@@ -93,6 +99,9 @@ class Session:
         founders: Sequence[str] = config["founders"]
         membership = Membership(store, str(config["uid"]), int(config["slot"]), founders, settings)
         cls.current = cls(membership, store)
+        if folder := config.get("resume"):
+            cls.current.folder = RunFolder(Path(folder))
+            cls.current.save_every_s = config.get("save_every_s")
         use_connector(cls.current.open)
         return cls.current
 
@@ -178,26 +187,44 @@ class Session:
 
     def wants_change(self) -> bool:
         """Whether this worker knows of a reason for another epoch: it leaves, or somebody waits to join. Cheap."""
-        return self._wanted is not None or leave_requested() is not None
+        return self._wanted is not None or leave_is_due()
 
-    def why_change(self) -> str:
-        """The reason, as far as this worker knows it."""
+    def why_change(self) -> str | None:
+        """The reason, as far as this worker knows it; None if it knows of none."""
         if (reason := leave_requested()) is not None:
             return f"worker {self.membership.slot} leaves: {reason}"
-        return self._wanted or "another worker asks for it"
+        return self._wanted
 
     def _watch(self) -> None:
         """Ask the store from time to time: so that no step waits for an answer."""
-        while not self._closing.wait(WATCH_S):
+        while not self._closing.wait(UNREACHABLE_WATCH_S if self.store_is_lost else WATCH_S):
+            if self.store_is_lost and leave_requested() is not None:
+                return  # the launcher has ended: a call now would only delay the end of this process
             if self.world is None:
                 continue
             try:
                 number = self.membership.epoch.number
                 wanted = self.membership.change_wanted()
+                self.store_is_lost = False
                 if number == self.membership.epoch.number:
                     self._wanted = wanted
             except StoreUnreachable as unreachable:
+                self.store_is_lost = True
                 log.debug("%s", unreachable)
+
+    # -- what is saved while the run goes on --------------------------------------------------------------------
+
+    @property
+    def timeout_s(self) -> float:
+        return self._timeout_s
+
+    def report_saved(self, rank: int, report: str) -> None:
+        """Tell rank 0 what this rank has saved."""
+        self._store.set(f"saved/{rank}", report)
+
+    def read_saved(self, rank: int) -> str | None:
+        """The last report of a rank."""
+        return self._store.get(f"saved/{rank}")
 
     # -- what happened --------------------------------------------------------------------------------------------
 

@@ -220,10 +220,13 @@ class Engine:
             self.discarded, self.synchronized = True, False
             return True
 
-    def attempt(self, event: Callable[[], Any]) -> None:
-        """Run what communicates outside of a backward; in an elastic run, go on with the others if one is lost."""
+    def attempt(self, event: Callable[[], Any]) -> bool:
+        """Run what communicates outside of a backward; in an elastic run, go on with the others if one is lost.
+
+        Returns whether it came to its end.
+        """
         self.guard(event)
-        self._go_on_if_interrupted(begun=False)
+        return not self._go_on_if_interrupted(begun=False)
 
     def enter_block(self) -> None:
         """``with sync.step():`` begins. In an elastic run the members may change here. Then it blocks."""
@@ -401,7 +404,7 @@ class Engine:
             epoch=self.batch.number.epoch,
             position=self.batch.number.position,
             num_steps=self.gate.take_num_steps(),
-            wants_change=self.survival is not None and self.survival.session.wants_change(),
+            wants_change=self.survival is not None and self.survival.wants_change(),
             previous_step=self.recorder.previous_step(),
         )
 
@@ -545,7 +548,8 @@ class Engine:
         self.recorder.step_ended(headers, weight=self.window.weight)
         backward.sync.end_step()
         self._tick([slot for bucket in self.plan.buckets for slot in bucket.slots if slot.param.grad is None])
-        self.change_agreed = headers.change_wanted
+        # A rank without data is not between two steps: it waits for the next header of the others.
+        self.change_agreed = headers.change_wanted and headers.all_have_data
         if not headers.all_have_data:
             self._uneven_leader = headers.leader
         self._same_data.check(headers, self.comm.rank)
@@ -610,6 +614,8 @@ class Engine:
     def _participate_without_data(self, sync: GradientSync) -> bool:
         """Take part in one step with what this rank has left, most often nothing; False when no rank has data."""
         self._raise_failure()
+        if self.survival is not None:
+            self.survival.before_backward()
         self._backward = _Backward(task=-1, synchronizing=True, sync=sync, incoming=1.0, overtaken=set())
         if not self.window.num_backwards:
             self.drop_gradients()  # the last mean must not be taken for gradients of this rank

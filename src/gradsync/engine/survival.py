@@ -8,16 +8,24 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from torch import Tensor
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.connect import disconnect
-from gradsync.elastic.commit import RestorePoint
+from gradsync.comm.objects import all_gather_object
+from gradsync.elastic.commit import RestorePoint, set_random_numbers
 from gradsync.elastic.leave import leave_requested
 from gradsync.elastic.membership import NO_STATE
 from gradsync.elastic.recovery import Recovery
+from gradsync.elastic.run_folder import SavedState
 from gradsync.elastic.session import Change, Session
+from gradsync.engine.resume import Resume
+from gradsync.engine.saved_state import own_state
+from gradsync.errors import StoreUnreachable
 from gradsync.replicas.agreement import copy_tensors
 from gradsync.replicas.batch_context import Rewindable, batch_source
 from gradsync.replicas.batchnorm import move_batchnorms
@@ -28,6 +36,16 @@ if TYPE_CHECKING:
 
 MakeEngine = Callable[[Communicator, dict[str, Any] | None], "Engine"]
 Describe = Callable[[bool], dict[str, str]]
+
+
+class Wish(TypedDict):
+    """What one worker wants to be done between two steps."""
+
+    leaves: bool
+    cause: str | None  # why it wants other members
+    saves: str | None  # the name of the state that is to be saved now
+    ends_as: str | None  # the name of the state that is saved if all leave
+    store_is_lost: bool
 
 
 class Survival:
@@ -45,6 +63,11 @@ class Survival:
         self._source = batch_source(session.comm)
         self._recovery = Recovery(session, self)
         self._callbacks: list[Callable[[Change], None]] = []
+        self._resume: Resume | None = None
+        if session.folder is not None:
+            self._resume = Resume(session, training, session.folder, session.save_every_s)
+        self._is_resuming = False  # a run was resumed, and its first batch was not read yet
+        self._resumed_random: list[Tensor] | None = None  # its random numbers, which that batch needs
 
     def start(self) -> Engine:
         """Join the run; returns the engine. Blocks until this worker is in step with the others."""
@@ -54,9 +77,13 @@ class Survival:
             self.engine.recorder.members_changed(change)
         self._source.boundary = self
         self._guard_schedules(self.engine)
+        if self._source.healed_place is None:  # no loader of ours will read a first batch
+            self._end_resuming()
         return self.engine
 
     def close(self) -> None:
+        if self._resume is not None:
+            self._resume.close()
         if self._source.boundary is self:
             self._source.boundary = None
         for schedule in self.training.schedules:
@@ -73,13 +100,23 @@ class Survival:
         self._recovery.survive(str(error), begun=begun)
         self._tell()
 
+    def wants_change(self) -> bool:
+        """Whether something is to be done together between two steps: members change, or the run is saved. Cheap."""
+        if self.session.wants_change():
+            return True
+        return self._resume is not None and self.engine is not None and self._resume.is_due(self.engine.comm.rank)
+
     def before_backward(self) -> None:
         """The first gradient of a step is here. Without a loader of ours, members change here."""
         engine = self.engine
         assert engine is not None
         if engine.change_agreed and engine.block_began_at is None:
             self._point.take(None)  # what this forward has done to the buffers stays
+            # So does its first gradient, although new buckets are made now, and what is in the old ones is dropped.
+            found = [(p, p.grad.detach().clone()) for p in self.training.params.values() if p.grad is not None]
             self._change()
+            for param, grad in found:
+                param.grad = grad
 
     def before_block(self) -> None:
         """``with sync.step():`` begins. Without a loader of ours the step begins here, and members change here."""
@@ -105,9 +142,22 @@ class Survival:
         if engine is None or not engine.is_between_steps:
             return
         self._has_loader = True
+        if self._is_resuming and self._source.healed_place is not None:
+            raise ValueError(
+                "the run was saved while another loader dealt the batches: expected data that is shuffled with the "
+                f"same seed, and as long; the saved place is {self._source.healed_place}, this loader is at "
+                f"{loader.place()}. Train on the same data, or give another folder to --resume."
+            )
+        self._end_resuming()
         self._point.take(loader)
         if engine.change_agreed:
             self._change()
+
+    def _end_resuming(self) -> None:
+        """The first batch of a resumed run is about to be read: go on with the random numbers that were saved."""
+        if self._is_resuming and self._resumed_random is not None:
+            set_random_numbers(self._resumed_random)
+        self._is_resuming, self._resumed_random = False, None
 
     def batches_restart(self) -> None:
         self._point.restore_random_numbers()  # making a new iterator of the data has drawn from them
@@ -117,17 +167,63 @@ class Survival:
         if engine is not None and engine.is_between_steps:
             engine.attempt(engine.comm.barrier)
 
+    # -- between two steps, on all members alike ------------------------------------------------------------------
+
     def _change(self) -> None:
-        assert self.engine is not None
-        self.engine.change_agreed = False
-        reason = leave_requested()
-        cause = self.session.why_change()
-        if self._recovery.change(cause, leaving=reason is not None):
-            self._tell()
+        """Do together what one of the members has asked for: save the run, let members leave and join, or end."""
+        engine = self.engine
+        assert engine is not None
+        engine.change_agreed = False
+        wishes: list[Wish] = []
+        if not engine.attempt(lambda: wishes.extend(all_gather_object(engine.comm, self._wish()))):
+            return  # a member was lost, and the others have agreed anew: who wants something asks again
+        leaving = [rank for rank, wish in enumerate(wishes) if wish["leaves"]]
+        if len(leaving) == len(wishes) or (leaving and all(wish["store_is_lost"] for wish in wishes)):
+            self._end(wishes)
             return
-        self.session.membership.write_left(reason or "")
+        if (state := wishes[0]["saves"]) and self._resume is not None:
+            place, random = self._point.place, self._point.random_numbers
+            self._resume.save_in_background(engine, state, place, random, self._about())
+        causes = [wish["cause"] for wish in wishes if wish["cause"]]
+        if not causes:
+            return
+        if self._recovery.change(causes[0], leaving=engine.comm.rank in leaving):
+            self._tell()
+        else:
+            self._leave()
+
+    def _wish(self) -> Wish:
+        """What this worker wants to be done between these two steps."""
+        engine, session = self.engine, self.session
+        assert engine is not None
+        is_due = self._resume is not None and self._resume.is_due(engine.comm.rank)
+        return {
+            "leaves": leave_requested() is not None,
+            "cause": session.why_change(),
+            "saves": self._resume.new_name(engine) if self._resume is not None and is_due else None,
+            "ends_as": self._resume.new_name(engine) if self._resume is not None else None,
+            "store_is_lost": session.store_is_lost,
+        }
+
+    def _end(self, wishes: Sequence[Wish]) -> None:
+        """The whole run leaves: save it, if it can be resumed, and end this process. Nobody needs to agree."""
+        engine, name = self.engine, wishes[0]["ends_as"]
+        assert engine is not None
+        if self._resume is not None and name is not None:
+            resume, place, random = self._resume, self._point.place, self._point.random_numbers
+            if not engine.attempt(lambda: resume.save_now(engine, name, place, random, self._about())):
+                return  # a member was lost meanwhile: the others save again after the next step
+        self._leave()
+
+    def _leave(self) -> None:
+        with contextlib.suppress(StoreUnreachable):  # then the launcher has ended, and nobody asks
+            if not self.session.store_is_lost:
+                self.session.membership.write_left(leave_requested() or "the launcher has ended")
         disconnect()
         raise SystemExit(0)
+
+    def _about(self) -> dict[str, str]:
+        return self._describe(True)
 
     # -- Replica: what recovery asks for --------------------------------------------------------------------------
 
@@ -184,6 +280,15 @@ class Survival:
             loader.go_to(place)
             self._point.loader, self._point.place = loader, place
 
+    def find_saved(self, comm: Communicator) -> SavedState | None:
+        return None if self._resume is None else self._resume.find(comm, self._about())
+
+    def resume(self, comm: Communicator, state: SavedState) -> None:
+        assert self._resume is not None, "it has found the state"
+        progress = self._resume.load(comm, state)
+        self._is_resuming, self._resumed_random = True, progress["random"]
+        self.adopt(progress, newcomer=True)
+
     def begin(self, comm: Communicator) -> None:
         copy_tensors(comm, [*self.training.model.parameters(), *self.training.model.buffers()], src=0)
         self.training.buffers.num_overwritten += 1
@@ -199,7 +304,10 @@ class Survival:
             engine.move_to(comm, None if progress is None else progress["plan"])
         if progress is not None:
             engine.step = progress["step"]
-            if progress["newcomer"] and progress["strategy"] is not None:
+            if "saved" in progress:
+                tree = own_state(progress["saved"], engine.strategy, rank=comm.rank, world_size=comm.world_size)
+                engine.strategy.load_state_dict(tree["strategy_state"])
+            elif progress["newcomer"] and progress["strategy"] is not None:
                 # As rank 1 of 2, of which rank 0 has all: a newcomer has no residual of its own.
                 own = engine.strategy.redistribute([progress["strategy"]], 1, 2)
                 engine.strategy.load_state_dict(own)

@@ -49,6 +49,7 @@ from gradsync.cli.launch.elastic_store import (
     wait_for_store,
 )
 from gradsync.cli.launch.failures import Failure, format_ranks
+from gradsync.cli.launch.folder_lock import FolderLock
 from gradsync.cli.launch.process import WorkerProcess
 from gradsync.comm.tcp.handshake import url_address
 from gradsync.elastic.store import BoundedStore
@@ -63,6 +64,7 @@ HOPELESS_TIMES = 3  # ... so many times in a row, shows an error of the script
 POLL_S = 0.01  # where the system does not tell of the end of a process
 REPORTS_S = 5.0  # to write the last reports
 OTHERS_POLL_S = 0.2
+LOCK_MARGIN_S = 15.0  # the workers of a launcher that was killed end within the grace period and this
 
 
 def run_elastic(settings: ElasticSettings, command: Sequence[str], folder: Path) -> int:
@@ -73,23 +75,27 @@ def run_elastic(settings: ElasticSettings, command: Sequence[str], folder: Path)
         command: what each worker runs.
         folder: for the workers' failure reports.
     """
-    try:
-        hosted, store = _open_store(settings)
-        agreed = {"-n": settings.workers, "--min": settings.min_workers, "--max": settings.max_workers}
-        node = enter_run(
-            store,
-            is_host=hosted is not None,
-            node_rank=settings.node_rank,
-            settings=agreed | {"--nnodes": settings.min_nodes},
-            run_id=settings.run_id,
-        )
-        wait_for_nodes(store, node, settings.min_nodes)
-        agent = ElasticAgent(settings, command, folder, store, node)
-    except StoreUnreachable as error:
-        raise click.ClickException(str(error)) from error
-    code = agent.run()
-    store.close()
-    return code  # `hosted` lives until here
+    with contextlib.ExitStack() as stack:
+        try:
+            hosted, store = _open_store(settings)
+            lock = None
+            if settings.resume is not None and hosted is not None:  # one lock for the run
+                lock = stack.enter_context(FolderLock(settings.resume, wait_s=settings.grace_s + LOCK_MARGIN_S))
+            agreed = {"-n": settings.workers, "--min": settings.min_workers, "--max": settings.max_workers}
+            node = enter_run(
+                store,
+                is_host=hosted is not None,
+                node_rank=settings.node_rank,
+                settings=agreed | {"--nnodes": settings.min_nodes, "--resume": settings.resume is not None},
+                run_id=settings.run_id,
+            )
+            wait_for_nodes(store, node, settings.min_nodes)
+            agent = ElasticAgent(settings, command, folder, store, node, lock)
+        except StoreUnreachable as error:
+            raise click.ClickException(str(error)) from error
+        code = agent.run()
+        store.close()
+        return code  # `hosted` lives until here
 
 
 def _open_store(settings: ElasticSettings) -> tuple[HostedStore | None, BoundedStore]:
@@ -136,16 +142,24 @@ class ElasticAgent:
         folder: for the workers' failure reports.
         store: the run's store.
         node: this launcher's place in the run.
+        lock: of the folder of --resume, if this launcher holds it: the workers hold it too.
     """
 
     def __init__(
-        self, settings: ElasticSettings, command: Sequence[str], folder: Path, store: BoundedStore, node: Node
+        self,
+        settings: ElasticSettings,
+        command: Sequence[str],
+        folder: Path,
+        store: BoundedStore,
+        node: Node,
+        lock: FolderLock | None = None,
     ) -> None:
         self._settings = settings
         self._command = list(command)
         self._folder = folder
         self._store = store
         self._node = node
+        self._lock = lock
         first = node.number * settings.workers
         delay_s = settings.restart_delay_s
         self._slots = [_Slot(first + i, i, delay_s) for i in range(settings.workers)]
@@ -255,6 +269,7 @@ class ElasticAgent:
                 uid=uid,
                 errors_dir=self._folder,
                 prefix=self._settings.prefix,
+                keep_open=() if self._lock is None else self._lock.descriptors,
             )
         except OSError as error:  # no memory, no process ids or no space: a moment later there may be some
             delay_s = max(slot.delay_s, SHORTEST_RETRY_S)
@@ -282,6 +297,8 @@ class ElasticAgent:
             "founders": [f"{number}.0" for number in range(started)],
             "min": settings.min_workers,
             "max": settings.max_workers,
+            "resume": None if settings.resume is None else str(settings.resume),
+            "save_every_s": settings.save_every_s,
         }
         return {
             **os.environ,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import secrets
+import tempfile
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -23,7 +25,17 @@ DEFAULT_GRACE_S = 30.0
 CHAOS_TIMEOUTS = 2.0  # a stop or a cut lasts at most so many timeouts: some are noticed, some are over before
 
 # The parameters of the options below, but for the flag itself.
-ELASTIC_PARAMS = ("min_workers", "max_workers", "restart_delay_s", "grace_s", "store", "chaos", "chaos_seed")
+ELASTIC_PARAMS = (
+    "min_workers",
+    "max_workers",
+    "restart_delay_s",
+    "grace_s",
+    "resume",
+    "save_every_s",
+    "store",
+    "chaos",
+    "chaos_seed",
+)
 
 # torchrun's options that mean nothing without its agent and its rendezvous, each with what to do instead.
 _REFUSED = {
@@ -70,6 +82,8 @@ class ElasticSettings:
     max_restarts: int  # of all workers of this node together
     restart_delay_s: float  # the first one; it doubles while workers die soon after their start
     grace_s: float  # from SIGTERM to SIGKILL
+    resume: Path | None  # the folder with the saved state of the run
+    save_every_s: float | None  # None: the run is saved only when it ends in order
     faults: tuple[Rate, ...]
     chaos_seed: int
     longest_fault_s: float
@@ -119,6 +133,23 @@ def elastic_options(command: _Command) -> _Command:
             type=click.FloatRange(min=0),
             help="How long a worker that was told to end may take to leave in order; it is killed then.  "
             f"[default: {DEFAULT_GRACE_S:.0f}]",
+        ),
+        click.option(
+            "--resume",
+            cls=ElasticOption,
+            metavar="DIR",
+            type=click.Path(file_okay=False, path_type=Path),
+            help="Save the run into this folder when all workers are told to end (SIGTERM, Ctrl-C, the end of the "
+            "launcher), and go on from there when it is started again, with as many workers or others. The folder is "
+            "made if it is not there. With several nodes it must be on a file system that all of them share.",
+        ),
+        click.option(
+            "--save-every-s",
+            cls=ElasticOption,
+            metavar="S",
+            type=click.FloatRange(min=0, min_open=True),
+            help="With --resume: also save the run after so many seconds, again and again, in the background. If all "
+            "workers are killed at once, no more than that is lost.  [default: only when the run ends in order]",
         ),
         click.option(
             "--store",
@@ -210,6 +241,8 @@ def read_settings(
         max_restarts=options.max_restarts if is_given("max_restarts") else DEFAULT_MAX_RESTARTS,
         restart_delay_s=default_delay_s if params["restart_delay_s"] is None else params["restart_delay_s"],
         grace_s=default_grace_s if params["grace_s"] is None else params["grace_s"],
+        resume=_resume_folder(params),
+        save_every_s=params["save_every_s"],
         faults=_faults(params, max_nodes),
         chaos_seed=secrets.randbelow(1 << 31) if params["chaos_seed"] is None else params["chaos_seed"],
         longest_fault_s=CHAOS_TIMEOUTS * (timeout_s or DEFAULT_TIMEOUT_S),
@@ -256,6 +289,27 @@ def _address(options: Any, store: str | None, *, max_nodes: int, has_address: bo
             "--master-addr HOST --master-port 29500, and --node-rank 0, 1, ..."
         )
     return plain_address(options.master_addr), DEFAULT_PORT if options.master_port is None else options.master_port
+
+
+def _resume_folder(params: dict[str, Any]) -> Path | None:
+    """The folder of --resume, which is made if it is not there."""
+    folder: Path | None = params["resume"]
+    if folder is None:
+        if params["save_every_s"] is not None:
+            raise click.UsageError(
+                "--save-every-s needs a folder to save into; got no --resume. Give --resume DIR too."
+            )
+        return None
+    folder = folder.absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise click.BadParameter(
+            f"expected a folder that can be written to; got {folder}: {error.strerror}.", param_hint="--resume"
+        ) from error
+    return folder
 
 
 def _faults(params: dict[str, Any], max_nodes: int) -> tuple[Rate, ...]:

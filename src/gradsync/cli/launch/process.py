@@ -29,10 +29,19 @@ class WorkerProcess:
         uid: its unique name.
         errors_dir: where its failure reports go, in a folder of its own.
         prefix: begin every line that it prints with its slot.
+        keep_open: descriptors that it inherits.
     """
 
     def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], *, slot: int, uid: str, errors_dir: Path, prefix: bool
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        slot: int,
+        uid: str,
+        errors_dir: Path,
+        prefix: bool,
+        keep_open: Sequence[int] = (),
     ) -> None:
         self.slot = slot
         self.uid = uid
@@ -44,7 +53,12 @@ class WorkerProcess:
         # Called by the main thread: the kernel tells a child that its parent has ended when the thread that started
         # it has.
         self._process = subprocess.Popen(
-            command, env={**env, **reports}, stdout=stream, stderr=stream, start_new_session=True
+            command,
+            env={**env, **reports},
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+            pass_fds=keep_open,
         )
         self.started_at_s = time.monotonic()
         self.pidfd = _open_pidfd(self._process.pid)  # readable once the process has ended; None: it must be polled
