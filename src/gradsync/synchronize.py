@@ -52,6 +52,7 @@ def synchronize(
     scheduler: LRScheduler | Sequence[LRScheduler] = (),
     sparse: Sequence[str] = (),
     timeout_s: float | None = None,
+    mirror_residuals: bool = False,
 ) -> Synchronizer:
     """Keep this model in step with its replicas on all other ranks, from now until ``close()``.
 
@@ -78,6 +79,8 @@ def synchronize(
             misses steps of its schedules, and receives their state with the rest.
         sparse: names of parameters with sparse gradients, in addition to those of ``Embedding(sparse=True)``.
         timeout_s: how long to wait for a silent peer before it is given up.
+        mirror_residuals: in an elastic run with a codec, each worker gives a copy of its error-feedback residuals to
+            its neighbour after every step, so that they are not lost when it dies. In other runs it does nothing.
 
     >>> import gradsync, torch
     >>> model = torch.nn.Linear(4, 2)
@@ -154,7 +157,13 @@ def synchronize(
     if session is not None:
         _check_elastic(chosen, model, session)
         survival = Survival(
-            session, training, make_engine, lambda only: describe(model, optimizer, agreed, structure_only=only)
+            session,
+            training,
+            make_engine,
+            lambda only: describe(
+                model, optimizer, agreed | {"mirror_residuals": mirror_residuals}, structure_only=only
+            ),
+            mirror_residuals=mirror_residuals,
         )
         engine = survival.start()
     else:

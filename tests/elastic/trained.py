@@ -38,6 +38,8 @@ OPTIONS: dict[str, Any] = {
     "step_s": 0.0,
     "amp": False,
     "dropout": 0.0,
+    "mirror": False,
+    "residuals": False,  # write them down after every step, and after every change of the members
     **json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}"),
 }
 UID = json.loads(os.environ["GRADSYNC_ELASTIC"])["uid"] if "GRADSYNC_ELASTIC" in os.environ else "0.0"
@@ -101,6 +103,14 @@ def make_model() -> torch.nn.Module:
     return torch.nn.Sequential(*layers).double()
 
 
+def keep_residuals(sync: gradsync.Synchronizer, when: str) -> None:
+    """Save this worker's residuals under the step that they are of."""
+    if OPTIONS["residuals"]:
+        (own,) = sync.state_dict()["own"].values()
+        path = FOLDER / f"residuals.{when}.{sync.stats()['step']}.{UID}"
+        torch.save(own.get("strategy_state", {}).get("reducer", {}).get("own", {}), path)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     kill_in("gradsync.elastic.recovery", "copy_training_state", "healing")
@@ -112,7 +122,12 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-2, total_steps=100_000)
     loader = gradsync.shard(Samples(), global_batch_size=12, seed=2)
     sync = gradsync.synchronize(
-        model, optimizer, OPTIONS["strategy"], scheduler=schedule, accumulate=OPTIONS["accumulate"]
+        model,
+        optimizer,
+        OPTIONS["strategy"],
+        scheduler=schedule,
+        accumulate=OPTIONS["accumulate"],
+        mirror_residuals=OPTIONS["mirror"],
     )
     metrics = Prometheus(port=0) if OPTIONS["record"] else None
     if metrics is not None:
@@ -147,6 +162,7 @@ def main() -> None:
 
     def apply() -> None:
         if not sync.discarded:
+            keep_residuals(sync, "step")
             log.write(json.dumps({"step": step, "samples": samples}) + "\n")
         die_in("backward")
         optimizer.step()

@@ -555,6 +555,8 @@ class Engine:
         self._same_data.check(headers, self.comm.rank)
         if self._planner.follow_ready_order(headers.leader):
             self._adopt_plan()
+        if self.survival is not None:
+            self.survival.backward_committed()
 
     def _complete_locally(self) -> None:
         """Set every ``.grad`` to this rank's own mean over its backwards."""

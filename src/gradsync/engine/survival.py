@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch import Tensor
 
+from gradsync import spec
 from gradsync.comm.base import Communicator
 from gradsync.comm.connect import disconnect
 from gradsync.comm.objects import all_gather_object
@@ -23,6 +24,7 @@ from gradsync.elastic.membership import NO_STATE
 from gradsync.elastic.recovery import Recovery
 from gradsync.elastic.run_folder import SavedState
 from gradsync.elastic.session import Change, Session
+from gradsync.engine.mirror import ResidualMirror, keeps_residuals
 from gradsync.engine.resume import Resume
 from gradsync.engine.saved_state import own_state
 from gradsync.errors import StoreUnreachable
@@ -51,7 +53,15 @@ class Wish(TypedDict):
 class Survival:
     """Brings one synchronizer's engine through changes of the membership: a ``Replica`` and a ``StepBoundary``."""
 
-    def __init__(self, session: Session, training: Training, make_engine: MakeEngine, describe: Describe) -> None:
+    def __init__(
+        self,
+        session: Session,
+        training: Training,
+        make_engine: MakeEngine,
+        describe: Describe,
+        *,
+        mirror_residuals: bool = False,
+    ) -> None:
         self.session = session
         self.training = training
         self.engine: Engine | None = None
@@ -62,6 +72,7 @@ class Survival:
         self._has_loader = False  # batches come from a loader of gradsync.shard
         self._source = batch_source(session.comm)
         self._recovery = Recovery(session, self)
+        self._mirror = ResidualMirror(enabled=mirror_residuals)
         self._callbacks: list[Callable[[Change], None]] = []
         self._resume: Resume | None = None
         if session.folder is not None:
@@ -73,6 +84,12 @@ class Survival:
         """Join the run; returns the engine. Blocks until this worker is in step with the others."""
         self._recovery.start()
         assert self.engine is not None, "it was attached"
+        if self._mirror.enabled and not keeps_residuals(self.engine):
+            raise ValueError(
+                "mirror_residuals=True keeps copies of error-feedback residuals, and "
+                f"{spec.render(self.engine.strategy)} has none. Leave it out, or train with a codec, as in "
+                "allreduce(codec=int8)."
+            )
         for change in self.session.changes:  # it has joined, or others were lost meanwhile
             self.engine.recorder.members_changed(change)
         self._source.boundary = self
@@ -129,6 +146,11 @@ class Survival:
             self._change()
         elif not self._has_loader:
             self._point.take(None)
+
+    def backward_committed(self) -> None:
+        """A synchronizing backward has ended, and is counted."""
+        assert self.engine is not None
+        self._mirror.step_ended(self.engine)
 
     def after_step(self) -> None:
         """The optimizer has stepped: without a loader of ours, the next step begins here."""
@@ -187,6 +209,8 @@ class Survival:
         causes = [wish["cause"] for wish in wishes if wish["cause"]]
         if not causes:
             return
+        if leaving and not engine.attempt(lambda: self._mirror.hand_over(engine, leaving)):
+            return
         if self._recovery.change(causes[0], leaving=engine.comm.rank in leaving):
             self._tell()
         else:
@@ -223,7 +247,9 @@ class Survival:
         raise SystemExit(0)
 
     def _about(self) -> dict[str, str]:
-        return self._describe(True)
+        lines = self._describe(True)
+        lines.pop("setting mirror_residuals", None)  # it may change: nothing of it is saved
+        return lines
 
     # -- Replica: what recovery asks for --------------------------------------------------------------------------
 
@@ -266,6 +292,8 @@ class Survival:
 
     def adopt(self, progress: dict[str, Any], *, newcomer: bool) -> None:
         self._progress = {**progress, "newcomer": newcomer}
+        if newcomer:
+            self._mirror.forget()
         if newcomer and self.engine is not None:  # the others had given it up: what it had begun is void
             self.engine.strategy.discard_step()
             self.engine.drop_step()
@@ -312,6 +340,7 @@ class Survival:
                 own = engine.strategy.redistribute([progress["strategy"]], 1, 2)
                 engine.strategy.load_state_dict(own)
         move_batchnorms(self.training.model, comm)
+        self.session.lost_residuals += self._mirror.members_changed(engine, comm, self.session.membership.epoch)
         self._source.split_again(comm.rank, comm.world_size)
 
     # -- what the user sees ---------------------------------------------------------------------------------------
