@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from gradsync.comm.base import Communicator
 from gradsync.elastic.run_folder import MANIFEST, RunFolder, SavedState
+from gradsync.engine import resume as resume_module
+from gradsync.testing import run_ranks
 from tests.elastic.test_survive import END_S, SCRIPT, Outcome, is_running, started, wait_until
 from tests.support.launching import Launched
 
@@ -182,6 +185,23 @@ def test_run_folder_keeps_the_newest_complete_state(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):  # the other save has deleted it
         folder.commit(first)
     assert folder.newest() == second
+
+
+def test_resume_refuses_a_folder_that_not_all_ranks_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume_module, "PROBE_S", 0.1)
+
+    def find(comm: Communicator) -> str:
+        folder = tmp_path / ("own" if comm.rank == 1 else "shared")
+        folder.mkdir(exist_ok=True)
+        training: Any = None
+        session: Any = None
+        resume = resume_module.Resume(session, training, RunFolder(folder), None)
+        with pytest.raises(ValueError, match="a folder that all workers reach") as refused:
+            resume.find(comm, {})
+        return str(refused.value)
+
+    for text in run_ranks(3, find):
+        assert "is not that of rank 1" in text
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"version": 1, "name": "x"}', '{"version": 1, "files": {"a": 3}}'])

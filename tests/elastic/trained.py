@@ -129,6 +129,7 @@ def main() -> None:
         accumulate=OPTIONS["accumulate"],
         mirror_residuals=OPTIONS["mirror"],
     )
+    sync.on_new_epoch(lambda change: keep_residuals(sync, f"epoch{change.epoch}"))
     metrics = Prometheus(port=0) if OPTIONS["record"] else None
     if metrics is not None:
         sync.record.on_step(metrics)

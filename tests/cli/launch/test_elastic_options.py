@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
 from gradsync.cli.launch.elastic_options import ElasticSettings
+from gradsync.cli.launch.folder_lock import FolderLock
 from gradsync.cli.main import main
 
 
@@ -33,6 +37,10 @@ TWO_NODES = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", "29
         (["--max", "2"], "--max is for elastic runs"),
         (["--restart-delay-s", "1"], "--restart-delay-s is for elastic runs"),
         (["--grace-s", "1"], "--grace-s is for elastic runs"),
+        (["--resume", "state"], "--resume is for elastic runs"),
+        (["--save-every-s", "9"], "--save-every-s is for elastic runs"),
+        (["--elastic", "--save-every-s", "9"], "got no --resume. Give --resume DIR too."),
+        (["--elastic", "--resume", "/proc/none"], "expected a folder that can be written to; got /proc/none"),
         (["--store", "a:1"], "--store is for elastic runs"),
         (["--chaos", "kill 1/30s"], "--chaos is for elastic runs"),
         (["--chaos-seed", "1"], "--chaos-seed is for elastic runs"),
@@ -68,6 +76,16 @@ def test_elastic_options_are_refused(
     result = run(*arguments, script)
     assert result.exit_code == 2
     assert said in " ".join(result.output.split())
+
+
+def test_folder_lock_is_held_by_inheriting_processes(tmp_path: Path) -> None:
+    with FolderLock(tmp_path, wait_s=0.0) as lock:
+        worker = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=lock.descriptors)
+    with worker, pytest.raises(click.ClickException, match="another run uses"), FolderLock(tmp_path, wait_s=0.2):
+        pass
+    assert worker.poll() == 1  # it has ended, without a line to read
+    with FolderLock(tmp_path, wait_s=0.0):
+        pass
 
 
 def test_elastic_cut_needs_root(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
