@@ -215,15 +215,17 @@ class Recovery:
         behind = [rank for rank, member in enumerate(epoch.members) if member.step != epoch.newest_step]
         taking_part = sorted([epoch.donor, *behind])
         group = comm.split(taking_part)
-        if group is None:
-            return
-        donor, counted = taking_part.index(epoch.donor), CountedBytes(group)
-        try:
-            copy_training_state(counted, training.model, training.optimizer, training.copied_with_state, donor)
-            progress = broadcast_object(counted, replica.progress() if group.rank == donor else None, donor)
-        finally:
-            self._cost.healed_bytes += counted.num_bytes
-            group.close()
+        progress: dict[str, Any] = {}
+        num_bytes = 0
+        if group is not None:
+            donor, counted = taking_part.index(epoch.donor), CountedBytes(group)
+            try:
+                copy_training_state(counted, training.model, training.optimizer, training.copied_with_state, donor)
+                progress = broadcast_object(counted, replica.progress() if group.rank == donor else None, donor)
+            finally:
+                group.close()
+            num_bytes = counted.num_bytes
+        self._cost.healed_bytes += broadcast_object(comm, num_bytes, epoch.donor)
         if is_behind:
             is_newcomer = own_step == NO_STATE
             if not is_newcomer:
