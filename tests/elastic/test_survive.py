@@ -157,6 +157,16 @@ def test_worker_dies_while_it_is_healed_and_while_others_connect(
     outcome.check_exact(alone(epochs=24), finished=3)
 
 
+@pytest.mark.parametrize("lost", [["0.0"], ["0.0", "1.0"]])
+def test_rank_without_data_gets_the_last_step_although_a_worker_dies(
+    run: Run, alone: Callable[..., dict[str, Any]], lost: list[str]
+) -> None:
+    # The last step of an epoch has two samples: worker 2 takes part in it without data, and makes no step of its own.
+    outcome = run(kills=[[uid, 6, "backward"] for uid in lost], epochs=6, samples=62, step_s=0.02)
+    assert outcome.code == 0, outcome.log
+    outcome.check_exact(alone(epochs=6, samples=62), finished=3)
+
+
 @pytest.mark.parametrize("strategy", ["allreduce(codec=int8)", "allreduce(reducer=powersgd)"])
 def test_run_with_a_codec_goes_on_and_trains_every_sample_once(run: Run, strategy: str) -> None:
     outcome = run(kills=[["0.0", 4, "hook"], ["2.0", 30, "backward"]], epochs=24, step_s=0.02, strategy=strategy)

@@ -127,6 +127,9 @@ class Engine:
         self._interrupted: BaseException | None = None  # there: a peer was lost, and the rest of this backward is void
         self.discarded = False  # there: the last backward was rolled back, and its batch comes again
         self.change_agreed = False  # there: all ranks know that the members change before the next step
+        # There: the first step that others have made, and this rank without data could not; its weights are older.
+        self._missed_since: int | None = None
+        self._order_leader: int | None = None  # there: buckets are to follow the order of this rank's gradients
         self.block_began_at: int | None = None  # the step with which the open `with sync.step():` began, if one is open
         self._hyperparameters = HyperparameterChecksum(training.optimizer)
         self._same_data = SameDataDetector(type(training.model).__name__)
@@ -345,6 +348,9 @@ class Engine:
             self.window = Window()
             for slot in self._all():
                 slot.stashed = None
+        if self._order_leader is not None:
+            leader, self._order_leader = self._order_leader, None
+            self._follow_ready_order(leader)
         sync = self.strategy.gradient_sync(self.step)
         if self._planner.follow(
             mid_window=self.window.num_backwards > 0,
@@ -553,10 +559,20 @@ class Engine:
         if not headers.all_have_data:
             self._uneven_leader = headers.leader
         self._same_data.check(headers, self.comm.rank)
-        if self._planner.follow_ready_order(headers.leader):
-            self._adopt_plan()
-        if self.survival is not None:
+        if self.survival is None:
+            self._follow_ready_order(headers.leader)
+        else:
+            self._order_leader = headers.leader  # see [Note: after the commit]
             self.survival.backward_committed()
+
+    def _follow_ready_order(self, leader: int) -> None:
+        """After the first step: lay the buckets out anew, in the order in which gradients became ready. Blocks.
+
+        [Note: after the commit] In an elastic run a peer may be lost in here. Where a step is committed already, its
+        gradients must stay for the optimizer. So there this waits for the beginning of the next backward.
+        """
+        if self._planner.follow_ready_order(leader):
+            self._adopt_plan()
 
     def _complete_locally(self) -> None:
         """Set every ``.grad`` to this rank's own mean over its backwards."""
@@ -611,6 +627,7 @@ class Engine:
             training.buffers.num_overwritten += 1
             if self.comm.rank != leader:
                 self.drop_gradients()
+        self._missed_since = None
         self.strategy.joined()
 
     def _participate_without_data(self, sync: GradientSync) -> bool:
@@ -626,7 +643,9 @@ class Engine:
             headers = self._headers(block=True)
             assert headers is not None
             if headers.any_have_data:
+                step = self.step
                 self._complete()
+                self._missed_since = step if self._missed_since is None else self._missed_since
             elif headers.num_backwards_differ:
                 # Some ranks have had one backward less in this epoch. All count from 0 again, or they would synchronize
                 # at different batches. What each has accumulated so far stays, with its weight.
@@ -638,6 +657,11 @@ class Engine:
     # -- other members, in an elastic run ------------------------------------------------------------------------
 
     @property
+    def applied_step(self) -> int:
+        """The steps that this rank's weights have seen. A rank without data takes part in steps, and makes none."""
+        return self.step if self._missed_since is None else self._missed_since
+
+    @property
     def is_between_steps(self) -> bool:
         """Whether nothing has begun that is not committed: no accumulation, no backward."""
         return self._backward is None and not self.window.num_backwards
@@ -645,6 +669,7 @@ class Engine:
     def drop_step(self) -> None:
         """Drop what a step that was not committed has left: gradients, and the weights of its backwards."""
         self._backward = None
+        self.step, self._missed_since = self.applied_step, None
         self.window, self._accumulated, self._uneven_leader = Window(), None, None
         for slot in self._all():
             slot.param.grad = None
@@ -655,6 +680,7 @@ class Engine:
     def move_to(self, comm: Communicator, plan: Mapping[str, Any] | None) -> None:
         """Go on with other ranks; ``plan``: another rank's, if this one is behind. Blocks: all ranks call it."""
         before, self.comm = self.comm, comm
+        self._order_leader = None  # it has another rank now, if it is still there
         self.training.buffers.move_to(comm)
         self.recorder.ranks_changed(comm)
         self._planner.move_to(comm, plan)

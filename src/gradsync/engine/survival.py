@@ -17,7 +17,7 @@ from torch import Tensor
 from gradsync import spec
 from gradsync.comm.base import Communicator
 from gradsync.comm.connect import disconnect
-from gradsync.comm.objects import all_gather_object
+from gradsync.comm.objects import all_gather_object, broadcast_object
 from gradsync.elastic.commit import RestorePoint, set_random_numbers
 from gradsync.elastic.leave import leave_requested
 from gradsync.elastic.membership import NO_STATE
@@ -257,7 +257,7 @@ class Survival:
     def step(self) -> int:
         if self.engine is None:
             return 0 if self.session.membership.epoch.number <= 1 or self._is_fresh() else NO_STATE
-        return self.engine.step
+        return self.engine.applied_step
 
     def _is_fresh(self) -> bool:
         """Whether nobody in this worker's epoch has made a step: then what the script has loaded is the state."""
@@ -325,11 +325,14 @@ class Survival:
     def attach(self, comm: Communicator) -> None:
         progress, self._progress = self._progress, None
         engine = self.engine
+        plan = progress["plan"] if progress is not None else None if engine is None else engine.plan_state()
+        # A peer may have been lost while the buckets were laid out anew: only some have the new plan then.
+        plan = broadcast_object(comm, plan, self.session.membership.epoch.donor)
         if engine is None:
-            engine = self.engine = self._make_engine(comm, None if progress is None else progress["plan"])
+            engine = self.engine = self._make_engine(comm, plan)
             engine.survival = self
         else:
-            engine.move_to(comm, None if progress is None else progress["plan"])
+            engine.move_to(comm, plan)
         if progress is not None:
             engine.step = progress["step"]
             if "saved" in progress:
