@@ -534,3 +534,12 @@ def test_join_of_two_models() -> None:
     ranks = run_ranks(3, run, timeout_s=20)
     for params in ranks[1:]:
         assert all(torch.equal(a, b) for a, b in zip(params, ranks[0], strict=True))
+
+
+def test_synchronize_refuses_to_diverge_where_replicas_are_equal() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="the replicas of AllReduce are equal after every step"):
+        gradsync.synchronize(model, optimizer, on_partition="diverge")
+    with pytest.raises(ValueError, match=r"on_partition must be one of pause, diverge; got 'wait'\."):
+        gradsync.synchronize(model, optimizer, on_partition="wait")  # type: ignore[arg-type]

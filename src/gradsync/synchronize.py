@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from gradsync import spec
 from gradsync.buckets.bucket import FIRST_BUCKET_BYTES
 from gradsync.comm import Communicator, connect
+from gradsync.elastic.membership import ON_PARTITION, OnPartition
 from gradsync.elastic.session import Change, Session
 from gradsync.engine import saved_state
 from gradsync.engine.engine import Engine, EngineSettings
@@ -51,6 +52,7 @@ def synchronize(
     scaler: torch.amp.GradScaler | None = None,
     scheduler: LRScheduler | Sequence[LRScheduler] = (),
     sparse: Sequence[str] = (),
+    on_partition: OnPartition = "pause",
     timeout_s: float | None = None,
     mirror_residuals: bool = False,
 ) -> Synchronizer:
@@ -78,6 +80,10 @@ def synchronize(
         scheduler: learning-rate schedules that step with every batch: a rank that runs out of data before the others
             misses steps of its schedules, and receives their state with the rest.
         sparse: names of parameters with sparse gradients, in addition to those of ``Embedding(sparse=True)``.
+        on_partition: in an elastic run on several nodes, what happens when the network splits. "pause": only the side
+            with a majority of the workers goes on. "diverge": every side goes on by itself, and they are merged when
+            they meet again, weighted by the samples that each has trained; only for strategies whose replicas may
+            differ. `gradsync run --on-partition` overrides it.
         timeout_s: how long to wait for a silent peer before it is given up.
         mirror_residuals: in an elastic run with a codec, each worker gives a copy of its error-feedback residuals to
             its neighbour after every step, so that they are not lost when it dies. In other runs it does nothing.
@@ -109,6 +115,9 @@ def synchronize(
     elif timeout_s is not None:
         raise ValueError("timeout_s belongs to the communicator: pass it to gradsync.connect(), not beside comm=.")
     session = Session.current if comm.members_may_change else None
+    if session is not None:
+        on_partition = session.chosen_on_partition(on_partition)
+    _check_on_partition(on_partition, chosen)
     if bucket_bytes is None and session is None:
         settings = dataclasses.replace(settings, bucket_bytes=chosen.bucket_bytes_on(comm))
     agreed = {
@@ -116,6 +125,7 @@ def synchronize(
         **vars(settings),
         "sparse": sorted(sparse_names),
         "scaler": scaler is not None,
+        **({} if session is None else {"on_partition": on_partition}),
     }
     training = Training(
         model=model,
@@ -156,6 +166,7 @@ def synchronize(
 
     if session is not None:
         _check_elastic(chosen, model, session)
+        session.prepare_for_partition(on_partition)
         survival = Survival(
             session,
             training,
@@ -192,6 +203,16 @@ def _check_elastic(strategy: Strategy, model: nn.Module, session: Session) -> No
             "of the other. Put both models into one module, or run without --elastic."
         )
     session.has_synchronizer = True
+
+
+def _check_on_partition(on_partition: OnPartition, strategy: Strategy) -> None:
+    if on_partition not in ON_PARTITION:
+        raise ValueError(f"on_partition must be one of {', '.join(ON_PARTITION)}; got {on_partition!r}.")
+    if on_partition == "diverge" and (obstacle := strategy.diverge_obstacle()):
+        raise ValueError(
+            f"on_partition='diverge' is not possible with {spec.render(strategy)}: {obstacle}. "
+            "Use on_partition='pause', or a strategy whose replicas may differ."
+        )
 
 
 class Synchronizer:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from gradsync.elastic.membership import NO_STATE, Epoch, Member, Membership, MembershipSettings, RunHasEnded
+from gradsync.elastic.membership import NO_STATE, Epoch, Member, Membership, MembershipSettings, RunHasEnded, Samples
 from gradsync.elastic.store import BoundedStore
 from gradsync.errors import Partitioned, StoreUnreachable
 
@@ -222,3 +222,142 @@ def test_store_that_does_not_answer_raises_in_time(port: int) -> None:
         store.get("key")
     assert time.monotonic() - begin < 5
     assert BoundedStore("127.0.0.1", port).get("nothing") is None
+
+
+# -- sides of a partition, with two stores. A worker that is cut off has the address of a port where nobody listens ---
+
+
+@pytest.fixture
+def standby() -> Iterator[int]:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+    yield store.port
+    del store
+
+
+DIVERGING = MembershipSettings(timeout_s=0.5, partition_timeout_s=20.0, on_partition="diverge")
+NOWHERE = 1
+
+
+def begin_to_diverge(port: int, standby: int) -> list[Membership]:
+    """Four members of epoch 1; then workers 2 and 3 lose node 0's store."""
+    store = BoundedStore("127.0.0.1", port)
+    store.add("launchers/started", 2)
+    for number in range(2):
+        store.set(f"launchers/{number}/node", f'{{"number": {number}, "address": "127.0.0.1"}}')
+    workers = start(port)
+    assert workers[0].authority.read_standbys() == 1, "node 1 has not published its own yet"
+    store.set("launchers/standby/1", f'["127.0.0.1", {standby}]')
+    for member in workers:
+        assert member.authority.read_standbys() == 0
+        member.settings = DIVERGING
+    for member in workers[2:]:
+        set_home(member, NOWHERE)
+    return workers
+
+
+def set_home(member: Membership, port: int) -> None:
+    home = BoundedStore("127.0.0.1", port, timeout_s=0.2)
+    if member.authority.store is member.authority.home:
+        member.authority.store = home
+    member.authority.home = home
+
+
+def diverge(workers: list[Membership]) -> None:
+    calls = [lambda w=w: w.agree(5, cause="cut", samples=Samples(together=60.0)) for w in workers]
+    a, _, b, _ = epochs = together(*calls)
+    assert [uids(epoch) for epoch in epochs] == [FOUNDERS[:2]] * 2 + [FOUNDERS[2:]] * 2
+    assert (a.history, b.history) == ("0", "1@node1")
+    assert a.samples == b.samples == 60.0
+    assert workers[3].authority.generation(2) == "1@node1/2"
+
+
+def agree_to_return(side: list[Membership], port: int) -> list[Epoch]:
+    for member in side:
+        member.look_home()
+        assert not member.sees_home
+        set_home(member, port)
+    side[0].look_home()
+    assert side[0].change_wanted() is None, "the other one has not seen it"
+    side[1].look_home()
+    assert side[0].change_wanted() == "node 0's store can be reached again"
+    lasts = together(*(lambda w=w: w.agree(9, cause="home", samples=Samples(own=15.0)) for w in side))
+    assert all(last.returns for last in lasts)
+    return lasts
+
+
+def test_sides_go_on_and_meet_with_shares_by_samples(port: int, standby: int) -> None:
+    workers = begin_to_diverge(port, standby)
+    diverge(workers)
+    last, _ = agree_to_return(workers[2:], port)
+
+    def main(member: Membership) -> Epoch:
+        while member.change_wanted() is None:
+            time.sleep(0.01)
+        return member.agree(7, cause="they return", samples=Samples(together=10.0))
+
+    epochs = together(
+        *(lambda w=w: main(w) for w in workers[:2]), *(lambda w=w: w.return_home(last, 9) for w in workers[2:])
+    )
+    assert len({epoch.to_json() for epoch in epochs}) == 1, epochs
+    epoch = epochs[0]
+    assert [(m.slot, m.step, m.history) for m in epoch.members] == [
+        (0, 7, "0"),
+        (1, 7, "0"),
+        (2, 9, "1@node1"),
+        (3, 9, "1@node1"),
+    ]
+    assert [(side.history, side.samples) for side in epoch.sides] == [("0", 10.0), ("1@node1", 30.0)]
+    assert [epoch.share_of(rank) for rank in range(4)] == [0.125, 0.125, 0.375, 0.375]
+    assert (epoch.donor, epoch.furthest, epoch.newest_step, epoch.needs_healing) == (0, 2, 7, False)
+
+    # Nobody has merged before the epoch ends: the next one lists the sides again. One has: its state is the truth.
+    again = together(*(lambda w=w: w.agree(9, cause="lost") for w in workers))[0]
+    assert again.sides == epoch.sides
+    assert [m.history for m in again.members] == ["0", "0", "1@node1", "1@node1"]
+    workers[1].merged(again)
+    after = together(*(lambda w=w: w.agree(9, cause="lost") for w in workers))[0]
+    assert after.sides == ()
+    assert [(m.step, m.history) for m in after.members] == [(NO_STATE, "0"), (9, "0"), (NO_STATE, "0"), (NO_STATE, "0")]
+
+
+def test_side_goes_on_in_the_main_history_if_nobody_is_left_there(port: int, standby: int) -> None:
+    workers = begin_to_diverge(port, standby)
+    diverge(workers)
+    store = BoundedStore("127.0.0.1", port)
+    last, _ = agree_to_return(workers[2:], port)
+    for uid in FOUNDERS[:2]:
+        store.set(f"dead/{uid}", "killed")
+    epochs = together(*(lambda w=w: w.return_home(last, 9) for w in workers[2:]))
+    assert epochs[0].to_json() == epochs[1].to_json()
+    assert [(m.slot, m.step, m.history) for m in epochs[0].members] == [(2, 9, "0"), (3, 9, "0")]
+    assert epochs[0].sides == ()
+
+
+def test_members_of_a_side_join_again_with_nothing_if_its_store_is_lost(port: int, standby: int) -> None:
+    workers = begin_to_diverge(port, standby)
+    diverge(workers)
+    lost = workers[3]
+    lost.authority.store = BoundedStore("127.0.0.1", NOWHERE, timeout_s=0.2)
+    set_home(lost, port)
+    assert lost.agree(9, cause="lost").rank_of(lost.uid) is None
+    assert lost.authority.is_home
+
+
+def test_side_without_a_standby_store_waits(port: int) -> None:
+    workers = start(port)
+    workers[3].settings = MembershipSettings(timeout_s=0.3, partition_timeout_s=0.5, on_partition="diverge")
+    set_home(workers[3], NOWHERE)
+    with pytest.raises(Partitioned):
+        workers[3].agree(3, cause="cut")
+
+
+def test_request_to_join_whose_answer_was_lost_is_made_once(port: int) -> None:
+    workers = start(port)
+    newcomer = worker(port, "4.0")
+    BoundedStore("127.0.0.1", port).set(
+        "join/1", '{"members": [{"uid": "4.0", "slot": 4, "step": -1, "history": "0"}], "side": null, "split": 0}'
+    )
+    joined, *_ = together(newcomer.join, *(lambda w=w: time.sleep(0.2) or w.agree(1, cause="asked") for w in workers))
+    assert uids(joined) == [*FOUNDERS, "4.0"]
+    assert joined.read_joins == 1
+    assert BoundedStore("127.0.0.1", port).get("join/2") is None

@@ -178,6 +178,15 @@ def test_run_with_a_codec_goes_on_and_trains_every_sample_once(run: Run, strateg
     assert all(torch.equal(final["model"][name], first[name]) for final in finals for name in first)  # bit for bit
 
 
+def test_worker_dies_between_two_epochs_of_the_data_where_another_is_further(
+    run: Run, alone: Callable[..., dict[str, Any]]
+) -> None:
+    outcome = run(kills=[["0.0", 2, "end"]], skips_barrier=["2.0", 2], epochs=24, step_s=0.02)
+    assert outcome.code == 0, outcome.log
+    outcome.check_samples(120, may_miss=0)
+    outcome.check_exact(alone(epochs=24), finished=3)
+
+
 def test_worker_dies_in_the_middle_of_an_accumulation(run: Run, alone: Callable[..., dict[str, Any]]) -> None:
     outcome = run(kills=[["1.0", 4, "hook"], ["0.0", 9, "forward"]], epochs=24, step_s=0.02, accumulate=2)
     assert outcome.code == 0, outcome.log

@@ -20,8 +20,11 @@ from typing import Any
 import torch
 
 import gradsync
+from gradsync.elastic.session import Change
+from gradsync.engine.survival import Survival
 from gradsync.integrations.prometheus import Prometheus
 from gradsync.profiling import set_recording
+from tests.support import diverging
 
 FOLDER = Path(sys.argv[1])
 OPTIONS: dict[str, Any] = {
@@ -40,8 +43,12 @@ OPTIONS: dict[str, Any] = {
     "dropout": 0.0,
     "mirror": False,
     "residuals": False,  # write them down after every step, and after every change of the members
+    "on_partition": "pause",
+    "skips_barrier": None,  # [uid, number]
+    "hold_at": None,  # from this step on it trains slowly, until there is a file FOLDER/go
     **json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}"),
 }
+HOLD_S = 0.2
 UID = json.loads(os.environ["GRADSYNC_ELASTIC"])["uid"] if "GRADSYNC_ELASTIC" in os.environ else "0.0"
 
 
@@ -57,7 +64,10 @@ def kill_in(module: str, name: str, phase: str) -> None:
     """Die when a function of gradsync is called that a worker runs while it joins or goes on."""
     if not any(kill[0] == UID and kill[2] == phase for kill in OPTIONS["kills"]):
         return
-    owner = sys.modules[module]
+    owner: Any = sys.modules[module]
+    *classes, name = name.split(".")
+    for each in classes:
+        owner = getattr(owner, each)
     monitored = getattr(owner, name)
     calls = {"num": 0}
 
@@ -70,6 +80,27 @@ def kill_in(module: str, name: str, phase: str) -> None:
         return monitored(*args, **kwargs)
 
     setattr(owner, name, call)
+
+
+def skip_barrier() -> None:
+    """At this worker's n-th end of an epoch of the data: go on as if all had come, when the worker that dies is dead.
+
+    So it is when the others' part in the barrier has reached this worker, and its own has not reached them.
+    """
+    before_end = Survival.before_end
+    calls = {"num": 0}
+
+    def skipping(survival: Survival) -> None:
+        calls["num"] += 1
+        if [UID, calls["num"]] != OPTIONS["skips_barrier"]:
+            before_end(survival)
+            return
+        victim = int((FOLDER / f"at.{OPTIONS['kills'][0][0]}").read_text().split()[1])
+        while Path(f"/proc/{victim}").exists() and " Z " not in Path(f"/proc/{victim}/stat").read_text():
+            time.sleep(0.01)
+        time.sleep(0.3)
+
+    Survival.before_end = skipping  # type: ignore[method-assign]
 
 
 class Samples(torch.utils.data.Dataset[tuple[int, torch.Tensor, torch.Tensor]]):
@@ -117,6 +148,10 @@ def main() -> None:
     kill_in("gradsync.elastic.session", "connect_members", "connecting")
     if OPTIONS["record"]:
         set_recording(folder=FOLDER / "records")
+    kill_in("gradsync.engine.survival", "Survival.before_end", "end")
+    if OPTIONS["skips_barrier"] is not None:
+        skip_barrier()
+    diverging.folder, diverging.uid = FOLDER, UID
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-2, total_steps=100_000)
@@ -128,12 +163,18 @@ def main() -> None:
         scheduler=schedule,
         accumulate=OPTIONS["accumulate"],
         mirror_residuals=OPTIONS["mirror"],
+        on_partition=OPTIONS["on_partition"],
     )
     sync.on_new_epoch(lambda change: keep_residuals(sync, f"epoch{change.epoch}"))
     metrics = Prometheus(port=0) if OPTIONS["record"] else None
     if metrics is not None:
         sync.record.on_step(metrics)
     step = number = 0  # of the run, and of this worker
+
+    def on_change(change: Change) -> None:
+        (FOLDER / f"change.{UID}").write_text(json.dumps([change.epoch, change.num_members, change.history]))
+
+    sync.on_new_epoch(on_change)
 
     def die_in(phase: str) -> None:
         if is_told_to_die(number, phase):
@@ -158,13 +199,16 @@ def main() -> None:
     def backward(index: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
         loss = torch.nn.functional.mse_loss(model(x), y)
         time.sleep(OPTIONS["step_s"])
+        if OPTIONS["hold_at"] is not None and step >= OPTIONS["hold_at"] and not (FOLDER / "go").exists():
+            time.sleep(HOLD_S)
         loss.backward()
         samples.extend(index.tolist())
 
     def apply() -> None:
         if not sync.discarded:
             keep_residuals(sync, "step")
-            log.write(json.dumps({"step": step, "samples": samples}) + "\n")
+            epoch = sync.stats().get("elastic", {}).get("epoch", 0)
+            log.write(json.dumps({"step": step, "samples": samples, "epoch": epoch}) + "\n")
         die_in("backward")
         optimizer.step()
         die_in("step")

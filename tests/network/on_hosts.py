@@ -6,7 +6,6 @@ With ``lab.run`` each of them would have to import torch.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +13,9 @@ from typing import TypeVar
 
 from gradsync.testing import Lab
 from gradsync.testing.network import INTERFACE
+from tests.support.launching import enter_network
 from tests.support.ranks import run_processes
 from tests.support.simulated import divide_cores
-
-CLONE_NEWNET = 0x40000000
 
 T = TypeVar("T")
 
@@ -35,17 +33,9 @@ def call_on_hosts(lab: Lab, fn: Callable[..., T], *args: object, per_host: int =
 def _call_inside(namespaces: list[str], per_host: int, fn: Callable[..., T], args: tuple[object, ...]) -> T:
     host, local = divmod(int(os.environ["RANK"]), per_host)
     os.environ["LOCAL_RANK"] = str(local)
-    _enter(namespaces[host])
+    enter_network(namespaces[host])
     divide_cores(len(namespaces))
     return fn(*args)
-
-
-def _enter(namespace: str) -> None:
-    """Put this process, which must have one thread only, into a network namespace."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/run/netns/{namespace}") as network:
-        if libc.setns(network.fileno(), CLONE_NEWNET) != 0:
-            raise OSError(ctypes.get_errno(), f"{namespace} can't be entered")
 
 
 def bytes_sent() -> int:

@@ -29,6 +29,8 @@ import pytest
 GRADSYNC = [sys.executable, "-m", "gradsync.cli.main"]
 WORKER = ["-u", "-m", "gradsync.cli.launch.worker"]
 WORKER_COMM = "gradsync-worker"  # the name of a forked worker in /proc/PID/comm
+NETWORK = "GRADSYNC_TEST_NETWORK"  # in the environment of a Launched command: the network namespace that it enters
+CLONE_NEWNET = 0x40000000
 PR_SET_CHILD_SUBREAPER = 36
 # What the command imports, except the module that runs as __main__: that one is executed again.
 PRELOADED = tuple(
@@ -132,6 +134,8 @@ def run_command(request: LaunchRequest) -> int:
         os.environ.clear()
         os.environ.update(request.env)
         os.chdir(request.cwd)
+        if network := os.environ.pop(NETWORK, None):
+            enter_network(network)
         command = request.command
         if request.is_worker:
             _act_as_worker()
@@ -158,6 +162,14 @@ def run_command(request: LaunchRequest) -> int:
         traceback.print_exc()
         return 1
     return 0
+
+
+def enter_network(namespace: str) -> None:
+    """Put this process, which must have one thread only, into a network namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{namespace}") as network:
+        if libc.setns(network.fileno(), CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"{namespace} can't be entered")
 
 
 class WorkerCopy:

@@ -4,25 +4,37 @@
 completed the step and others not, but never two steps apart: the next header needs everybody. If a survivor has
 completed it, its state is the truth, and those behind take it over. If none has, all roll back and do the step again.
 
+Between two epochs of the data all ranks wait for each other. If that wait is interrupted, some ranks may have passed
+it: they have applied the same steps, and are at the beginning of the next epoch of the data. The others follow them.
+
 Every part of this may fail again, because another member dies. Then the next epoch begins. A worker whose state is half
 copied says so in its ballot.
+
+[Note: merging] When the sides of a partition meet, each heals its own members first. Then all go on from the place of
+the member that has come furthest: the batches before it were trained by one side at least, and no loop goes back. Last
+the states are merged, each with the share of its side. A merge that fails is undone, and done again by those who are
+left; if one of them has completed it, its state is the truth.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import time
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from gradsync.comm.base import Communicator, Work
 from gradsync.comm.forwarding import Forwarding
-from gradsync.comm.objects import broadcast_object
-from gradsync.elastic.membership import NO_STATE, Epoch
+from gradsync.comm.objects import all_gather_object, broadcast_object
+from gradsync.elastic.membership import NO_STATE, Epoch, Member, Samples
 from gradsync.elastic.run_folder import SavedState
 from gradsync.elastic.session import Cost, Session
 from gradsync.errors import CollectiveFailed, PeerLost, StoreUnreachable
-from gradsync.replicas.agreement import check_agreement, copy_training_state
+from gradsync.profiling.record import Merge
+from gradsync.replicas.agreement import check_agreement, copy_hyperparameters, copy_training_state
 from gradsync.replicas.training import Training
 
 log = logging.getLogger("gradsync")
@@ -38,6 +50,22 @@ class Replica(Protocol):
     @property
     def step(self) -> int:
         """The steps that it has applied; NO_STATE if it has nothing."""
+        ...
+
+    @property
+    def samples(self) -> Samples:
+        """What it has trained in the present epoch."""
+        ...
+
+    def begin_to_count(self) -> None:
+        """The next epoch was agreed on: count samples from 0 again."""
+        ...
+
+    def merge(self, comm: Communicator, share: float) -> float:
+        """Make all members' states the weighted mean; returns how far this one's weights moved. Blocks.
+
+        A lost member's error leaves the state as it was.
+        """
         ...
 
     def roll_back(self) -> None:
@@ -69,6 +97,15 @@ class Replica(Protocol):
 
     def resume(self, comm: Communicator, state: SavedState) -> None:
         """Nobody has made a step yet: take over the state of an earlier run, all alike. Blocks."""
+        ...
+
+    @property
+    def place(self) -> dict[str, Any] | None:
+        """Where its loader goes on; None if no loader of :func:`gradsync.shard` is known."""
+        ...
+
+    def go_to(self, place: dict[str, Any]) -> None:
+        """Have the loader go on from another place."""
         ...
 
     def begin(self, comm: Communicator) -> None:
@@ -150,14 +187,24 @@ class Recovery:
         self._has_caught_up = False
 
     def _agree(self, cause: str, *, leaving: bool = False) -> Epoch:
-        step = self.replica.step if self._is_whole else NO_STATE
+        replica = self.replica
+        step = replica.step if self._is_whole else NO_STATE
         with self._cost.timing("agreeing"):
-            return self._session.membership.agree(step, cause=cause, leaving=leaving)
+            epoch = self._session.membership.agree(step, cause=cause, leaving=leaving, samples=replica.samples)
+        replica.begin_to_count()
+        return epoch
 
     def _go_on(self, epoch: Epoch) -> None:
         """Connect the members of an epoch and bring them in step; with the next epoch, if one of them is lost."""
-        session = self._session
+        session, started_s = self._session, time.monotonic()
         while True:
+            # Two members that reach the store and not each other would agree on one epoch after the other.
+            session.membership.check_patience(time.monotonic() - started_s, "the members can't reach each other")
+            if epoch.returns and epoch.rank_of(session.membership.uid) is not None:
+                self.replica.roll_back()
+                with self._cost.timing("agreeing"):
+                    epoch = session.membership.return_home(epoch, self.replica.step)
+                continue
             if epoch.rank_of(session.membership.uid) is None:
                 log.warning("the others have gone on without this worker (%s): it joins again", epoch.cause)
                 self._is_whole = False
@@ -187,32 +234,67 @@ class Recovery:
         replica, comm = self.replica, world.unchecked()
         own = epoch.members[world.rank]
         with self._cost.timing("restoring"):
-            saved = replica.find_saved(comm) if epoch.newest_step <= 0 else None
-            check_agreement(comm, replica.describe(structure_only=epoch.needs_healing or saved is not None))
+            saved = replica.find_saved(comm) if epoch.newest_step <= 0 and not epoch.sides else None
+            structure_only = epoch.needs_healing or bool(epoch.sides) or saved is not None
+            check_agreement(comm, replica.describe(structure_only=structure_only))
+            healed = None
             if saved is not None:
                 replica.resume(comm, saved)
             elif epoch.needs_healing:
-                self._heal(epoch, own.step, comm)
+                healed = self._heal(epoch, own, comm)
             else:
                 replica.roll_back()
-                if epoch.newest_step <= 0:
+                if epoch.newest_step <= 0 and not epoch.sides:
                     replica.begin(comm)
+            if epoch.sides:
+                self._meet(epoch, own, comm, healed)
+            furthest = furthest_place(all_gather_object(comm, replica.place))
+            if furthest is not None and replica.place is not None and furthest != replica.place:
+                replica.go_to(furthest)
         with self._cost.timing("attaching"):
             replica.attach(comm.clone())
+        if epoch.sides:
+            with self._cost.timing("restoring"):
+                self._merge_sides(epoch, comm)
         self._is_whole = True
 
-    def _heal(self, epoch: Epoch, own_step: int, comm: Communicator) -> None:
-        """Copy the newest state to the members that do not have it.
+    def _meet(self, epoch: Epoch, own: Member, comm: Communicator, healed: dict[str, Any] | None) -> None:
+        """The sides of a partition meet: all go on from the place of the member that has come furthest.
+
+        ``healed``: the progress with which the members of this history were healed, if any was behind.
+        """
+        replica, training, src = self.replica, self.replica.training, epoch.furthest
+        copy_hyperparameters(comm, training.optimizer, training.copied_with_state, src)
+        progress = broadcast_object(comm, replica.progress() if comm.rank == src else None, src)
+        if comm.rank != src:
+            is_newcomer = own.step == NO_STATE
+            if is_newcomer and healed is not None:  # the strategy's state is that of its own side
+                progress = {**progress, "strategy": healed["strategy"]}
+            replica.adopt(progress, newcomer=is_newcomer)
+
+    def _merge_sides(self, epoch: Epoch, comm: Communicator) -> None:
+        started_s = time.monotonic()
+        distance = self.replica.merge(comm, epoch.share_of(comm.rank))
+        self._session.membership.merged(epoch)
+        self._cost.merge = Merge(
+            samples={side.history: side.samples for side in epoch.sides},
+            split_s=epoch.sides[0].split_s,
+            distance=distance,
+            took_s=time.monotonic() - started_s,
+        )
+
+    def _heal(self, epoch: Epoch, own: Member, comm: Communicator) -> dict[str, Any]:
+        """Copy the newest state of the epoch's own history to its members that do not have it; returns its progress.
 
         The others take no part: on one host their copies would take the time of those that need one.
         """
         replica, training = self.replica, self.replica.training
-        is_behind = own_step != epoch.newest_step
+        is_behind = epoch.is_behind(own)
         if is_behind:
             self._is_whole, self._has_caught_up = False, True
         else:
             replica.roll_back()  # what this worker has begun since is not part of the state that it gives
-        behind = [rank for rank, member in enumerate(epoch.members) if member.step != epoch.newest_step]
+        behind = [rank for rank, member in enumerate(epoch.members) if epoch.is_behind(member)]
         taking_part = sorted([epoch.donor, *behind])
         group = comm.split(taking_part)
         progress: dict[str, Any] = {}
@@ -227,7 +309,23 @@ class Recovery:
             num_bytes = counted.num_bytes
         self._cost.healed_bytes += broadcast_object(comm, num_bytes, epoch.donor)
         if is_behind:
-            is_newcomer = own_step == NO_STATE
+            is_newcomer = own.step == NO_STATE
             if not is_newcomer:
                 self._session.lost_residuals += replica.accept(progress)
             replica.adopt(progress, newcomer=is_newcomer)
+        return progress
+
+
+def furthest_place(places: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """The furthest place of the members' loaders; None if they are not places in the same data.
+
+    >>> from gradsync.elastic.recovery import furthest_place
+    >>> furthest_place([{"epoch": 1, "position": 60, "seed": 0}, None, {"epoch": 2, "position": 0, "seed": 0}])
+    {'epoch': 2, 'position': 0, 'seed': 0}
+    >>> furthest_place([{"epoch": 1, "position": 60, "seed": 0}, {"epoch": 2, "position": 0, "seed": 9}]) is None
+    True
+    """
+    known = [place for place in places if place is not None]
+    if len({json.dumps({**place, "epoch": 0, "position": 0}, sort_keys=True) for place in known}) != 1:
+        return None
+    return max(known, key=lambda place: (place["epoch"], place["position"]))

@@ -13,7 +13,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,11 @@ from gradsync.comm.following import Following
 from gradsync.comm.members import connect_members
 from gradsync.comm.rendezvous import interface_between_hosts
 from gradsync.elastic.leave import leave_is_due, leave_requested
-from gradsync.elastic.membership import NO_STATE, Epoch, Membership, MembershipSettings
+from gradsync.elastic.membership import NO_STATE, Epoch, Membership, MembershipSettings, OnPartition, process_of
 from gradsync.elastic.run_folder import RunFolder
-from gradsync.elastic.store import BoundedStore
+from gradsync.elastic.store import CALL_TIMEOUT_S, BoundedStore
 from gradsync.errors import PeerLost, StoreUnreachable
-from gradsync.profiling.record import Change
+from gradsync.profiling.record import Change, Merge
 
 __all__ = ["Change", "Cost", "Session"]
 
@@ -38,6 +38,8 @@ log = logging.getLogger("gradsync")
 END_POLL_S = 0.02  # how often a worker that connects asks whether the epoch has ended meanwhile
 CLOSE_S = 5.0  # for a thread to end
 WATCH_S = 0.1  # how often it asks whether somebody waits to join
+LOOK_S = 1.0  # how often it asks for standby stores; on a side of a partition, whether node 0's store answers again
+STANDBYS_S = 15.0  # for all launchers to hold a standby store
 UNREACHABLE_WATCH_S = 1.0  # the same, while the store can't be reached
 CONNECT_LIMIT_S = 60.0  # of all members of an epoch; a smaller timeout_s limits it further
 
@@ -52,6 +54,7 @@ class Cost:
     restoring_s: float = 0.0
     attaching_s: float = 0.0
     healed_bytes: int = 0
+    merge: Merge | None = None  # of the sides of a partition
 
     @contextlib.contextmanager
     def timing(self, part: str) -> Iterator[None]:
@@ -68,9 +71,10 @@ class Session:
 
     current: Session | None = None  # of this process
 
-    def __init__(self, membership: Membership, store: BoundedStore) -> None:
+    def __init__(self, membership: Membership, *, on_partition: OnPartition | None = None, num_nodes: int = 1) -> None:
         self.membership = membership
-        self._store = store
+        self._on_partition = on_partition  # as the command line says; None: it says nothing
+        self._num_nodes = num_nodes  # at most
         self._transport = "auto"
         self._timeout_s = DEFAULT_TIMEOUT_S
         self.comm = Following(worker=Worker())
@@ -93,12 +97,12 @@ class Session:
         settings = MembershipSettings(
             min_members=int(config["min"]),
             max_members=int(config["max"]),
-            partition_timeout_s=float(config.get("partition_timeout_s", 1800.0)),
+            partition_timeout_s=float(config["partition_timeout_s"]),
         )
         store = BoundedStore(host, int(port))
         founders: Sequence[str] = config["founders"]
         membership = Membership(store, str(config["uid"]), int(config["slot"]), founders, settings)
-        cls.current = cls(membership, store)
+        cls.current = cls(membership, on_partition=config["on_partition"], num_nodes=int(config["nodes"]))
         if folder := config.get("resume"):
             cls.current.folder = RunFolder(Path(folder))
             cls.current.save_every_s = config.get("save_every_s")
@@ -109,6 +113,7 @@ class Session:
         """What ``connect()`` returns. Blocks until the founders are here; a newcomer joins later, in synchronize()."""
         self._transport, self._timeout_s = transport, timeout_s
         self.membership.settings = dataclasses.replace(self.membership.settings, timeout_s=timeout_s)
+        self.membership.authority.home.timeout_s = min(CALL_TIMEOUT_S, timeout_s)
         if self.membership.is_founder:
             epoch = self.membership.agree(0, cause="the start")
             while self.world is None:
@@ -130,7 +135,30 @@ class Session:
         self._closing.set()
         if self._watcher.is_alive():
             self._watcher.join(CLOSE_S)
-        self._store.close()
+        self.membership.authority.close()
+
+    # -- what a partition does ------------------------------------------------------------------------------------
+
+    def chosen_on_partition(self, script: OnPartition) -> OnPartition:
+        """What happens when the network splits: what the command line says, else what the script says."""
+        return self._on_partition or script
+
+    def prepare_for_partition(self, on_partition: OnPartition) -> None:
+        """From now on a partition does this. With "diverge" it blocks until all nodes hold standby stores."""
+        self.membership.settings = dataclasses.replace(self.membership.settings, on_partition=on_partition)
+        if on_partition == "pause" or self._num_nodes == 1:
+            return
+        authority, end_s = self.membership.authority, time.monotonic() + STANDBYS_S
+        missing = 1
+        while missing and time.monotonic() < end_s:
+            try:
+                authority.ask_for_standbys()
+                missing = authority.read_standbys()
+            except StoreUnreachable as unreachable:
+                log.debug("%s", unreachable)
+            time.sleep(END_POLL_S)
+        if missing:
+            log.warning("%d nodes hold no standby store yet: cut off now, their workers could only wait", missing)
 
     # -- one epoch ------------------------------------------------------------------------------------------------
 
@@ -167,8 +195,8 @@ class Session:
 
     def _connect_members(self, epoch: Epoch, rank: int) -> Communicator:
         return connect_members(
-            self._store.new_client(self._timeout_s),
-            generation=str(epoch.number),
+            self.membership.authority.store.new_client(self._timeout_s),
+            generation=self.membership.authority.generation(epoch.number),
             rank=rank,
             world_size=len(epoch.members),
             transport=self._transport,
@@ -197,12 +225,16 @@ class Session:
 
     def _watch(self) -> None:
         """Ask the store from time to time: so that no step waits for an answer."""
+        look_at_s = time.monotonic() + LOOK_S
         while not self._closing.wait(UNREACHABLE_WATCH_S if self.store_is_lost else WATCH_S):
             if self.store_is_lost and leave_requested() is not None:
                 return  # the launcher has ended: a call now would only delay the end of this process
             if self.world is None:
                 continue
             try:
+                if time.monotonic() > look_at_s:
+                    self._look_around()
+                    look_at_s = time.monotonic() + LOOK_S
                 number = self.membership.epoch.number
                 wanted = self.membership.change_wanted()
                 self.store_is_lost = False
@@ -212,6 +244,15 @@ class Session:
                 self.store_is_lost = True
                 log.debug("%s", unreachable)
 
+    def _look_around(self) -> None:
+        """Where sides may diverge: ask for the standby stores, or, on a side, for node 0's."""
+        if self.membership.settings.on_partition == "pause" or self._num_nodes == 1:
+            return
+        if self.membership.authority.is_home:
+            self.membership.authority.read_standbys()
+        else:
+            self.membership.look_home()
+
     # -- what is saved while the run goes on --------------------------------------------------------------------
 
     @property
@@ -220,11 +261,11 @@ class Session:
 
     def report_saved(self, rank: int, report: str) -> None:
         """Tell rank 0 what this rank has saved."""
-        self._store.set(f"saved/{rank}", report)
+        self.membership.authority.store.set(f"saved/{rank}", report)
 
     def read_saved(self, rank: int) -> str | None:
         """The last report of a rank."""
-        return self._store.get(f"saved/{rank}")
+        return self.membership.authority.store.get(f"saved/{rank}")
 
     # -- what happened --------------------------------------------------------------------------------------------
 
@@ -239,12 +280,14 @@ class Session:
         """
         epoch, world = self.membership.epoch, self.world
         assert world is not None, "the members are connected"
-        there = {member.uid: member.slot for member in epoch.members}
-        gone = {} if before is None else {m.uid: m.slot for m in before.members if m.uid not in there}
+        # Members that return from a side have new names.
+        name_of: Callable[[str], str] = process_of if epoch.sides else str
+        there = {name_of(member.uid): member.slot for member in epoch.members}
+        gone = {} if before is None else {m.uid: m.slot for m in before.members if name_of(m.uid) not in there}
         if before is not None:
-            known = {member.uid for member in before.members}
+            known = {name_of(member.uid) for member in before.members}
         elif epoch.needs_healing:  # a newcomer does not know who was there, but who has a state
-            known = {member.uid for member in epoch.members if member.step != NO_STATE}
+            known = {name_of(member.uid) for member in epoch.members if member.step != NO_STATE}
         else:  # every worker was lost, and these begin anew
             known = set()
         interface = "" if world.transport in ("shm", "solo", "threads") else interface_between_hosts()
@@ -255,8 +298,8 @@ class Session:
             members=tuple(there.values()),
             lost=tuple(slot for uid, slot in gone.items() if uid not in self.membership.left),
             left=tuple(slot for uid, slot in gone.items() if uid in self.membership.left),
-            joined=tuple(member.slot for member in epoch.members if member.uid not in known),
-            healed=tuple(member.slot for member in epoch.members if member.step != epoch.newest_step),
+            joined=tuple(member.slot for member in epoch.members if name_of(member.uid) not in known),
+            healed=tuple(member.slot for member in epoch.members if epoch.is_behind(member)),
             step=epoch.newest_step,
             discarded=discarded,
             stalled_s=time.monotonic() - cost.began_s,
@@ -267,6 +310,8 @@ class Session:
             healed_bytes=cost.healed_bytes,
             over=world.transport + (f" over {interface}" if interface else ""),
             at_s=time.time(),
+            history=self.membership.authority.history,
+            merge=cost.merge,
         )
         self.changes.append(change)
         log.warning("%s", change.describe())
@@ -286,6 +331,7 @@ class Session:
             "epoch": self.membership.epoch.number,
             "slot": self.membership.slot,
             "members": [member.slot for member in self.membership.epoch.members],
+            "history": self.membership.authority.history,
             "changes": [change.as_dict() for change in self.changes],
             "discarded_steps": sum(change.discarded for change in self.changes),
             "lost_members": sum(len(change.lost) for change in self.changes),

@@ -7,6 +7,7 @@ So a thread makes the calls. If one takes too long, its connection is given up, 
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ class BoundedStore:
     def __init__(self, host: str, port: int, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         self.host = host
         self.port = port
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._lock = threading.Lock()
         self._client: _Client | None = None
 
@@ -63,10 +64,10 @@ class BoundedStore:
     def _call(self, call: Callable[[Store], Any]) -> Any:
         with self._lock:
             if self._client is None:
-                self._client = _Client(self.host, self.port, self._timeout_s)
+                self._client = _Client(self.host, self.port, self.timeout_s)
             try:
-                return self._client.run(call, self._timeout_s)
-            except (RuntimeError, TimeoutError) as error:
+                return self._client.run(call, self.timeout_s)
+            except (RuntimeError, OSError) as error:
                 self._client.abandon()
                 self._client = None
                 raise StoreUnreachable(self._describe(str(error).partition("\n")[0])) from error
@@ -126,9 +127,11 @@ class _Client:
             end = time.monotonic() + timeout_s
             while True:
                 try:
+                    # Where nobody answers torch's client would print a stack in C++, at every attempt.
+                    socket.create_connection((host, port), timeout=timeout_s).close()
                     client = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
                     break
-                except RuntimeError:
+                except (RuntimeError, OSError):
                     if time.monotonic() > end:
                         raise
                     time.sleep(0.05)

@@ -26,6 +26,7 @@ from gradsync.buckets.bucket import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketPlan
 from gradsync.buckets.planner import Planner
 from gradsync.buckets.slot import AnySlot, LooseSlot, Slot, SparseSlot
 from gradsync.comm.base import Communicator, Solo
+from gradsync.elastic.membership import Samples
 from gradsync.elastic.recovery import LOST
 from gradsync.engine.hooks import Hooks
 from gradsync.engine.step_gate import StepGate, has_values, run_hooks_once
@@ -116,6 +117,7 @@ class Engine:
         self.settings = settings
         self.undoable = undoable  # a backward that a lost peer interrupts can be undone: see Strategy.discard_step
         self.step = 0  # synchronizing backwards so far: the clock that all ranks share
+        self.samples = Samples()  # that were trained in this epoch of an elastic run
         self.exposed_s = 0.0  # how long the last backward waited for the wire
         self.synchronized = True  # whether the last backward was a synchronizing one
         self.window = Window()
@@ -553,6 +555,8 @@ class Engine:
         self._report_wait()
         self.recorder.step_ended(headers, weight=self.window.weight)
         backward.sync.end_step()
+        if self.survival is not None:
+            self.samples = Samples(self.samples.own, self.samples.together + headers.total_weight)
         self._tick([slot for bucket in self.plan.buckets for slot in bucket.slots if slot.param.grad is None])
         # A rank without data is not between two steps: it waits for the next header of the others.
         self.change_agreed = headers.change_wanted and headers.all_have_data
@@ -589,6 +593,8 @@ class Engine:
         self.strategy.end_local_backward(backward.header)
         self.exposed_s = 0.0
         self.recorder.step_ended(None, weight=window.weight)
+        if self.survival is not None:
+            self.samples = Samples(self.samples.own + window.weight, self.samples.together)
         self._tick()
 
     def _report_wait(self) -> None:

@@ -9,6 +9,7 @@ there.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -20,8 +21,8 @@ from gradsync.comm.connect import disconnect
 from gradsync.comm.objects import all_gather_object, broadcast_object
 from gradsync.elastic.commit import RestorePoint, set_random_numbers
 from gradsync.elastic.leave import leave_requested
-from gradsync.elastic.membership import NO_STATE
-from gradsync.elastic.recovery import Recovery
+from gradsync.elastic.membership import NO_STATE, Samples
+from gradsync.elastic.recovery import LOST, Recovery
 from gradsync.elastic.run_folder import SavedState
 from gradsync.elastic.session import Change, Session
 from gradsync.engine.mirror import ResidualMirror, keeps_residuals
@@ -121,7 +122,13 @@ class Survival:
         """Whether something is to be done together between two steps: members change, or the run is saved. Cheap."""
         if self.session.wants_change():
             return True
-        return self._resume is not None and self.engine is not None and self._resume.is_due(self.engine.comm.rank)
+        saving = self._saving
+        return saving is not None and self.engine is not None and saving.is_due(self.engine.comm.rank)
+
+    @property
+    def _saving(self) -> Resume | None:
+        """What saves the run. A side of a partition does not: the main history's state is in the folder."""
+        return self._resume if self.session.membership.authority.is_home else None
 
     def before_backward(self) -> None:
         """The first gradient of a step is here. Without a loader of ours, members change here."""
@@ -203,9 +210,9 @@ class Survival:
         if len(leaving) == len(wishes) or (leaving and all(wish["store_is_lost"] for wish in wishes)):
             self._end(wishes)
             return
-        if (state := wishes[0]["saves"]) and self._resume is not None:
+        if (state := wishes[0]["saves"]) and (saving := self._saving) is not None:
             place, random = self._point.place, self._point.random_numbers
-            self._resume.save_in_background(engine, state, place, random, self._about())
+            saving.save_in_background(engine, state, place, random, self._about())
         causes = [wish["cause"] for wish in wishes if wish["cause"]]
         if not causes:
             return
@@ -220,12 +227,13 @@ class Survival:
         """What this worker wants to be done between these two steps."""
         engine, session = self.engine, self.session
         assert engine is not None
-        is_due = self._resume is not None and self._resume.is_due(engine.comm.rank)
+        saving = self._saving
+        is_due = saving is not None and saving.is_due(engine.comm.rank)
         return {
             "leaves": leave_requested() is not None,
             "cause": session.why_change(),
-            "saves": self._resume.new_name(engine) if self._resume is not None and is_due else None,
-            "ends_as": self._resume.new_name(engine) if self._resume is not None else None,
+            "saves": saving.new_name(engine) if saving is not None and is_due else None,
+            "ends_as": saving.new_name(engine) if saving is not None else None,
             "store_is_lost": session.store_is_lost,
         }
 
@@ -233,8 +241,8 @@ class Survival:
         """The whole run leaves: save it, if it can be resumed, and end this process. Nobody needs to agree."""
         engine, name = self.engine, wishes[0]["ends_as"]
         assert engine is not None
-        if self._resume is not None and name is not None:
-            resume, place, random = self._resume, self._point.place, self._point.random_numbers
+        if (saving := self._saving) is not None and name is not None:
+            resume, place, random = saving, self._point.place, self._point.random_numbers
             if not engine.attempt(lambda: resume.save_now(engine, name, place, random, self._about())):
                 return  # a member was lost meanwhile: the others save again after the next step
         self._leave()
@@ -262,6 +270,29 @@ class Survival:
     def _is_fresh(self) -> bool:
         """Whether nobody in this worker's epoch has made a step: then what the script has loaded is the state."""
         return self.session.membership.epoch.newest_step == 0 and not self.session.membership.epoch.needs_healing
+
+    @property
+    def samples(self) -> Samples:
+        return Samples() if self.engine is None else self.engine.samples
+
+    def begin_to_count(self) -> None:
+        if self.engine is not None:
+            self.engine.samples = Samples()
+
+    def merge(self, comm: Communicator, share: float) -> float:
+        assert self.engine is not None, "it was attached"
+        model, optimizer, strategy = self.training.model, self.training.optimizer, self.engine.strategy
+        before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), strategy.state_dict()))
+        try:
+            distance = strategy.merge_sides(comm, share)
+        except LOST:
+            model.load_state_dict(before[0])
+            optimizer.load_state_dict(before[1])
+            strategy.load_state_dict(before[2])
+            raise
+        self.training.buffers.num_overwritten += 1
+        self._point.take(self._point.loader)
+        return distance
 
     def roll_back(self) -> None:
         if self.engine is not None:
@@ -316,6 +347,17 @@ class Survival:
         progress = self._resume.load(comm, state)
         self._is_resuming, self._resumed_random = True, progress["random"]
         self.adopt(progress, newcomer=True)
+
+    @property
+    def place(self) -> dict[str, Any] | None:
+        return self._source.healed_place if self._point.loader is None else self._point.place
+
+    def go_to(self, place: dict[str, Any]) -> None:
+        if self._point.loader is None:
+            self._source.healed_place = place
+        else:
+            self._point.loader.go_to(place)
+            self._point.place = place
 
     def begin(self, comm: Communicator) -> None:
         copy_tensors(comm, [*self.training.model.parameters(), *self.training.model.buffers()], src=0)

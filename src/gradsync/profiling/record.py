@@ -88,6 +88,29 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Merge:
+    """What became of the sides of a partition when they met.
+
+    >>> from gradsync.profiling.record import Merge
+    >>> Merge(samples={"0": 40.0, "7@node1": 20.0}, split_s=12.34, distance=0.0301, took_s=0.05).describe()
+    'the sides of a partition of 12.3 s merged (samples: 0: 40, 7@node1: 20), which moved the weights by 0.0301'
+    """
+
+    samples: dict[str, float]  # that each side has trained since the split, by the name of its history
+    split_s: float  # for how long they were apart
+    distance: float  # by which this worker's weights have moved
+    took_s: float
+
+    def describe(self) -> str:
+        """What it did, in a few words."""
+        samples = ", ".join(f"{name}: {count:g}" for name, count in self.samples.items())
+        return (
+            f"the sides of a partition of {self.split_s:.1f} s merged (samples: {samples}), "
+            f"which moved the weights by {self.distance:.3g}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """One change of the members of an elastic run, as one worker saw it. Workers are given by their slots.
 
@@ -115,6 +138,8 @@ class Change:
     healed_bytes: int = 0  # of state that was copied
     over: str = ""  # what the members are connected by, such as "shm" or "tcp over eth0"
     at_s: float = 0.0  # when it was over: seconds since 1970
+    history: str = "0"  # another one on a side of a partition, such as "7@node1"
+    merge: Merge | None = None  # of the sides of a partition
 
     @property
     def num_members(self) -> int:
@@ -128,7 +153,8 @@ class Change:
     def from_dict(saved: dict[str, Any]) -> Change:
         """Restore a change from ``as_dict``, directly or from JSON."""
         slots = {name: tuple(saved[name]) for name in ("before", "members", "lost", "left", "joined", "healed")}
-        return Change(**{**saved, **slots})
+        merge = None if saved.get("merge") is None else Merge(**saved["merge"])
+        return Change(**{**saved, **slots, "merge": merge})
 
     def describe(self) -> str:
         """One line: what has happened, and what it cost.
@@ -146,8 +172,11 @@ class Change:
         if self.healed:
             taken = f"{self.healed_bytes / 1e6:.3g} MB" if self.healed_bytes >= 1e5 else f"{self.healed_bytes} bytes"
             events.append(f"{taken} of state copied over {self.over}")
+        if self.merge is not None:
+            events.append(self.merge.describe())
         workers = "1 worker" if self.num_members == 1 else f"{self.num_members} workers"
-        text = f"epoch {self.epoch} with {workers}: {', '.join(events) or 'the same ones'}"
+        side = "" if self.history == "0" else f" of history {self.history}"
+        text = f"epoch {self.epoch}{side} with {workers}: {', '.join(events) or 'the same ones'}"
         text += f"; {'a step is done again' if self.discarded else 'no step is lost'}; stalled {self.stalled_s:.2f} s"
         named = {"agreeing": self.agreeing_s, "connecting": self.connecting_s}
         named |= {"restoring": self.restoring_s, "attaching": self.attaching_s}

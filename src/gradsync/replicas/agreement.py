@@ -126,6 +126,19 @@ def copy_training_state(
             one.load_state_dict({**one.state_dict(), **state})
 
 
+def copy_hyperparameters(
+    comm: Communicator, optimizer: torch.optim.Optimizer, others: Sequence[Stateful], src: int
+) -> None:
+    """Give every rank the optimizer's hyperparameters and the state of ``others`` (scaler, schedules) of ``src``."""
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    received = broadcast_object(comm, [groups, *(sharable(one.state_dict()) for one in others)], src)
+    if comm.rank != src:
+        for group, values in zip(optimizer.param_groups, received[0], strict=True):
+            group.update(values)
+        for one, state in zip(others, received[1:], strict=True):
+            one.load_state_dict({**one.state_dict(), **state})
+
+
 def hyperparameter_checksum(optimizer: torch.optim.Optimizer) -> int:
     """A checksum of the optimizer's hyperparameters: ranks with different learning rates have different ones."""
     values = [[(k, _comparable(g[k])) for k in sorted(g) if k != "params"] for g in optimizer.param_groups]

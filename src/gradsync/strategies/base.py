@@ -136,6 +136,21 @@ class Strategy(abc.ABC):
     def retry_exchange(self) -> None:  # noqa: B027 - an interrupted backward is run again by the training loop
         """After ``attach`` with other ranks: do what was interrupted outside of backwards again. All ranks call it."""
 
+    def diverge_obstacle(self) -> str:
+        """Why the two sides of a partition may not both go on; empty if they may, and ``merge_sides`` merges them."""
+        return (
+            f"the replicas of {type(self).__name__} are equal after every step, and those of two sides that both go on "
+            "would not be"
+        )
+
+    def merge_sides(self, comm: Communicator, share: float) -> float:
+        """Two sides of a partition meet: make their states one, each rank's with the weight ``share``. Blocks.
+
+        Called on all members after ``attach``. Anchors, momenta, buffers and weights become the weighted mean. Returns
+        the distance by which this rank's anchor has moved.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not merge the sides of a partition")
+
     def shared_state(self) -> dict[str, Any]:
         """The part of ``state_dict()`` that is the same on every rank."""
         return _shared_part(self.state_dict(), (), self.placement)

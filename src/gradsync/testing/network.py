@@ -10,6 +10,9 @@ Train on two hosts over a link of 1 Gbit/s, and count the bytes that crossed it:
 
 Each command finds torchrun's environment variables for one worker a host, so ``gradsync.connect()`` needs no arguments.
 
+A cable can be cut while they train, in one direction or both: :meth:`Lab.cut`, :meth:`Lab.heal`. That needs `nft`
+(Debian: nftables).
+
 Two hosts are joined by one veth pair. More are joined by a bridge in a namespace of its own, so that the machine's own
 network is never touched. Each end of each link is limited by `tc tbf`, like a full-duplex cable. A lab needs root on
 Linux, and the commands `ip` and `tc` (Debian: iproute2); :func:`lab_unavailable_reason` says what is missing.
@@ -141,6 +144,38 @@ class Lab:
         mark = {_MARK: self.name}
         envs = [{**(env or {}), **self.environment(h), **mark} for h in range(self.hosts)]
         return run_commands(inside, envs=envs, timeout_s=timeout_s, capture=capture, logs=logs, on_wait=on_wait)
+
+    def cut(self, host: int, *, sends: bool = True, receives: bool = True) -> None:
+        """Lose what a host sends to the other hosts (`sends`), what it receives from them (`receives`), or both.
+
+        The packets are dropped where they arrive, so that no sender notices. `heal` ends it.
+        """
+        if shutil.which("nft") is None:
+            raise LabError(
+                "a cut needs the command 'nft', and it is not on PATH. Install nftables (its name on Debian)."
+            )
+        for other in range(self.hosts):
+            if other != host and sends:
+                self._drop(other, host, sender=self.address(host))
+        if receives:
+            self._drop(host, host, sender=None)
+
+    def heal(self, host: int) -> None:
+        """End the cut of a host. Connections go on where they were; the kernel sends again what was lost."""
+        for other in range(self.hosts):
+            inside = ["ip", "netns", "exec", self.namespace(other), "nft"]
+            _call(*inside, f"add table inet cut{host}; delete table inet cut{host}")
+
+    def _drop(self, at: int, host: int, *, sender: str | None) -> None:
+        """Drop what comes in at a host, from one sender or from all, as part of the cut of ``host``."""
+        match = "" if sender is None else f"ip saddr {sender} "
+        chain = f"inet cut{host} arriving"
+        for rule in (
+            f"add table inet cut{host}",
+            f"add chain {chain} {{ type filter hook input priority 0; }}",
+            f"add rule {chain} iifname {INTERFACE} {match}drop",
+        ):
+            _call("ip", "netns", "exec", self.namespace(at), "nft", rule)
 
     def bytes_sent(self, host: int) -> int:
         """How many bytes this host's interface has sent since the lab was built, headers and resends included.

@@ -29,6 +29,7 @@ from gradsync.cli.launch.chaos import Cut, Fault, Schedule
 from gradsync.cli.launch.elastic_options import ElasticSettings
 from gradsync.cli.launch.elastic_store import (
     LOOPBACK,
+    STORE_LOST_S,
     Event,
     Finished,
     GivenUp,
@@ -81,7 +82,12 @@ def run_elastic(settings: ElasticSettings, command: Sequence[str], folder: Path)
             lock = None
             if settings.resume is not None and hosted is not None:  # one lock for the run
                 lock = stack.enter_context(FolderLock(settings.resume, wait_s=settings.grace_s + LOCK_MARGIN_S))
-            agreed = {"-n": settings.workers, "--min": settings.min_workers, "--max": settings.max_workers}
+            agreed: dict[str, Any] = {
+                "-n": settings.workers,
+                "--min": settings.min_workers,
+                "--max": settings.max_workers,
+            }
+            agreed |= {"--on-partition": settings.on_partition, "--partition-timeout-s": settings.partition_timeout_s}
             node = enter_run(
                 store,
                 is_host=hosted is not None,
@@ -205,6 +211,11 @@ class ElasticAgent:
                     for event in self._reports.take_events():
                         self._handle_event(event)
                     self._act_in_time()
+                    # Workers that are cut off wait for the store. Without any, nobody needs it any more.
+                    is_needed = any(slot.worker or slot.starts_at_s is not None for slot in self._slots)
+                    self._reports.patience_s = (
+                        max(STORE_LOST_S, self._settings.patience_s) if is_needed else STORE_LOST_S
+                    )
                 self._end()
             finally:
                 self._kill_all()
@@ -299,6 +310,9 @@ class ElasticAgent:
             "max": settings.max_workers,
             "resume": None if settings.resume is None else str(settings.resume),
             "save_every_s": settings.save_every_s,
+            "nodes": settings.max_nodes,
+            "on_partition": settings.on_partition,
+            "partition_timeout_s": settings.partition_timeout_s,
         }
         return {
             **os.environ,

@@ -17,11 +17,13 @@ import torch.distributed.run as torchrun
 from gradsync.cli.launch.chaos import Rate, cut_unavailable_reason, parse_chaos
 from gradsync.comm.base import DEFAULT_TIMEOUT_S
 from gradsync.comm.tcp.handshake import plain_address
+from gradsync.elastic.membership import ON_PARTITION, MembershipSettings, OnPartition
 
 DEFAULT_PORT = 29500  # torchrun's
 DEFAULT_MAX_RESTARTS = 100
 DEFAULT_RESTART_DELAY_S = 0.1
 DEFAULT_GRACE_S = 30.0
+DEFAULT_PARTITION_TIMEOUT_S = MembershipSettings.partition_timeout_s
 CHAOS_TIMEOUTS = 2.0  # a stop or a cut lasts at most so many timeouts: some are noticed, some are over before
 
 # The parameters of the options below, but for the flag itself.
@@ -32,6 +34,8 @@ ELASTIC_PARAMS = (
     "grace_s",
     "resume",
     "save_every_s",
+    "on_partition",
+    "partition_timeout_s",
     "store",
     "chaos",
     "chaos_seed",
@@ -84,6 +88,9 @@ class ElasticSettings:
     grace_s: float  # from SIGTERM to SIGKILL
     resume: Path | None  # the folder with the saved state of the run
     save_every_s: float | None  # None: the run is saved only when it ends in order
+    on_partition: OnPartition | None  # None: what the script says
+    partition_timeout_s: float  # for how long workers that may not go on wait
+    patience_s: float  # for how long workers may wait for the store of node 0: the time above, and one timeout
     faults: tuple[Rate, ...]
     chaos_seed: int
     longest_fault_s: float
@@ -150,6 +157,21 @@ def elastic_options(command: _Command) -> _Command:
             type=click.FloatRange(min=0, min_open=True),
             help="With --resume: also save the run after so many seconds, again and again, in the background. If all "
             "workers are killed at once, no more than that is lost.  [default: only when the run ends in order]",
+        ),
+        click.option(
+            "--on-partition",
+            cls=ElasticOption,
+            type=click.Choice(ON_PARTITION),
+            help="What happens when the network splits, whatever the script says. pause: only the side with a majority "
+            "of the workers goes on. diverge: every side goes on by itself, and they are merged when they meet "
+            "again; only for strategies whose replicas may differ.  [default: the script's; pause]",
+        ),
+        click.option(
+            "--partition-timeout-s",
+            cls=ElasticOption,
+            type=click.FloatRange(min=0),
+            help="How long workers that are cut off, and may not go on, wait for the others before they fail. It "
+            f"begins when --timeout-s is over.  [default: {DEFAULT_PARTITION_TIMEOUT_S:.0f}]",
         ),
         click.option(
             "--store",
@@ -229,6 +251,9 @@ def read_settings(
         raise click.BadParameter(f"expected 0, 1, ...; got {node_rank}.", param_hint="--node-rank")
     has_address = is_given("master_addr") or is_given("master_port")
     default_delay_s, default_grace_s = DEFAULT_RESTART_DELAY_S, DEFAULT_GRACE_S
+    partition_timeout_s = params["partition_timeout_s"]
+    if partition_timeout_s is None:
+        partition_timeout_s = DEFAULT_PARTITION_TIMEOUT_S
     return ElasticSettings(
         workers=workers,
         min_workers=min_workers,
@@ -243,6 +268,9 @@ def read_settings(
         grace_s=default_grace_s if params["grace_s"] is None else params["grace_s"],
         resume=_resume_folder(params),
         save_every_s=params["save_every_s"],
+        on_partition=params["on_partition"],
+        partition_timeout_s=partition_timeout_s,
+        patience_s=partition_timeout_s + (timeout_s or DEFAULT_TIMEOUT_S),
         faults=_faults(params, max_nodes),
         chaos_seed=secrets.randbelow(1 << 31) if params["chaos_seed"] is None else params["chaos_seed"],
         longest_fault_s=CHAOS_TIMEOUTS * (timeout_s or DEFAULT_TIMEOUT_S),

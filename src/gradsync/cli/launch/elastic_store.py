@@ -5,6 +5,9 @@ The store outlives any worker. Under ``gradsync/elastic`` the workers agree on w
 
 - ``dead/<uid>``: why a worker's process has ended, and ``finished/<uid>`` if its script had ended without an error;
 - ``launchers/...``: which nodes there are, that the run is ending, and which launchers have ended.
+
+Where the sides of a partition may both go on, every other launcher hosts a standby store: see [Note: standby stores] in
+``gradsync.elastic.authority``.
 """
 
 from __future__ import annotations
@@ -20,11 +23,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import click
 from torch._C._distributed_c10d import TCPStore
 
 from gradsync.comm.tcp.handshake import plain_address, url_address
+from gradsync.elastic.authority import STARTED, WANTED, standby_key
 from gradsync.elastic.store import BoundedStore
 from gradsync.errors import StoreUnreachable
 from gradsync.profiling.record import Change
@@ -33,7 +38,7 @@ LOOPBACK = "127.0.0.1"
 NODES_WAIT_S = 600.0  # for node 0 to be reached, and for the nodes with which the run begins
 NODES_NOTICE_S = 5.0  # if it takes longer, a notice is printed
 POLL_S = 0.5  # how often a launcher asks for news; one of several also shows that it is alive
-STORE_LOST_S = 60.0  # a store that can't be reached for longer is lost; a cable may be cut for less
+STORE_LOST_S = 60.0  # while no worker waits for it, a store that can't be reached for longer is lost
 RETRY_S = 0.2
 
 
@@ -175,7 +180,7 @@ class Node:
 
 
 def enter_run(
-    store: BoundedStore, *, is_host: bool, node_rank: int | None, settings: dict[str, int], run_id: str
+    store: BoundedStore, *, is_host: bool, node_rank: int | None, settings: dict[str, Any], run_id: str
 ) -> Node:
     """Take this launcher's place in the run. All nodes must agree on the settings, which are those of node 0.
 
@@ -201,7 +206,7 @@ def enter_run(
             node_rank = store.add("launchers/nodes", 1)
     else:
         _claim(store, node_rank)
-    launcher = store.add("launchers/started", 1) - 1
+    launcher = store.add(STARTED, 1) - 1
     node = Node(number=node_rank, launcher=launcher, is_host=is_host, run_id=run_id)
     address = _address_towards(store.host, store.port) or store.host
     store.set(f"launchers/{node.launcher}/node", json.dumps({"number": node.number, "address": address}))
@@ -276,6 +281,8 @@ class StoreReports:
     """
 
     def __init__(self, store: BoundedStore, node: Node, *, alone: bool, notify: Callable[[], None]) -> None:
+        self.patience_s = STORE_LOST_S  # for how long the store may be out of reach before it is lost
+        self._standby: tuple[HostedStore, BoundedStore] | None = None  # and a connection to it
         self._store = store
         self._node = node
         self._alone = alone
@@ -299,6 +306,9 @@ class StoreReports:
 
     def report_death(self, uid: str, reason: str) -> None:
         """A worker's process has ended with an error, or was killed."""
+        if self._standby is not None:  # workers on this side of a cut need not wait for a timeout
+            with contextlib.suppress(StoreUnreachable):
+                self._standby[1].set(f"dead/{uid}", reason)
         self._calls.put(lambda: self._store.set(f"dead/{uid}", reason))
 
     def report_exit(self, uid: str) -> None:
@@ -344,12 +354,12 @@ class StoreReports:
 
     def _retry(self, call: Callable[[], None]) -> None:
         """Make a call, again and again while the store can't be reached: every call may be made twice."""
-        end_s = time.monotonic() + STORE_LOST_S
+        start_s = time.monotonic()
         while True:
             try:
                 return call()
             except StoreUnreachable:
-                if time.monotonic() > end_s or self._is_refused():
+                if time.monotonic() - start_s > self.patience_s or self._is_refused():
                     raise
             time.sleep(RETRY_S)
 
@@ -371,6 +381,8 @@ class StoreReports:
 
     def _report_exit(self, uid: str) -> None:
         reason = self._store.get(f"left/{uid}")
+        if reason is None and self._standby is not None:  # it has left while the cable was cut
+            reason = self._standby[1].get(f"left/{uid}")
         if reason is None:
             self._store.set(f"finished/{uid}", "yes")
             self._store.set("launchers/ending", "yes")
@@ -384,6 +396,8 @@ class StoreReports:
         """Ask for what the launchers of the other nodes have said, and show that this one is alive."""
         self._store.add(f"launchers/{self._node.launcher}/beats", 1)
         self._ask_for_changes()
+        if self._standby is None and not self._node.is_host and self._store.has(WANTED):
+            self._host_standby()
         if RunEnding not in self._told and self._store.has("launchers/ending"):
             self._told.add(RunEnding)
             self._put(RunEnding())
@@ -399,10 +413,17 @@ class StoreReports:
                 self._put(MembersChanged(Change.from_dict(json.loads(text)).describe()))
         self._last_change = max(self._last_change, last)
 
+    def _host_standby(self) -> None:
+        """Hold a store of this node's own, for workers that a cut keeps from that of node 0."""
+        address = _address_towards(self._store.host, self._store.port) or LOOPBACK
+        hosted = HostedStore(address, 0)
+        self._standby = hosted, BoundedStore(address, hosted.port)
+        self._store.set(standby_key(self._node.number), json.dumps([address, hosted.port]))
+
     def _other_launchers(self) -> dict[int, dict[str, str]]:
         """The launchers of other nodes that have not ended, by their number."""
         found = {}
-        for launcher in range(self._store.add("launchers/started", 0)):
+        for launcher in range(self._store.add(STARTED, 0)):
             node = self._store.get(f"launchers/{launcher}/node")
             if launcher == self._node.launcher or node is None or self._store.has(f"launchers/{launcher}/ended"):
                 continue
@@ -426,7 +447,7 @@ class OtherLaunchers:
     def alive(self, silent_s: float) -> list[int]:
         """The numbers of those that have not ended, and were not silent for ``silent_s``. Blocks for milliseconds."""
         now_s, found = time.monotonic(), []
-        for launcher in range(self._store.add("launchers/started", 0)):
+        for launcher in range(self._store.add(STARTED, 0)):
             if launcher == self._node.launcher or self._store.has(f"launchers/{launcher}/ended"):
                 continue
             beats = self._store.add(f"launchers/{launcher}/beats", 0)
