@@ -165,6 +165,7 @@ def synchronize(
             raise
 
     if session is not None:
+        chosen.elastic_session = session
         _check_elastic(chosen, model, session)
         session.prepare_for_partition(on_partition)
         survival = Survival(
@@ -368,7 +369,7 @@ class Synchronizer:
         ...     for x in torch.ones(3, 1):
         ...         model(x).sum().backward()
         """
-        with self._source.joining(self._engine.join):
+        with self._source.joining(self._engine.join_at_end):
             yield
 
     def clip_grad_norm_(
@@ -405,10 +406,10 @@ class Synchronizer:
         >>> sync.settle()
         """
         engine = self._engine
-        engine.attempt(engine.strategy.settle)
-        while engine.discarded:  # an elastic run has lost a worker meanwhile: the others settle
-            engine.discarded = False
-            engine.attempt(engine.strategy.settle)
+        if engine.survival is None:
+            engine.guard(engine.strategy.settle)
+        else:  # if a worker is lost meanwhile, the others settle
+            engine.run_exchange(engine.strategy.settle, again=engine.strategy.retry_exchange)
 
     def stats(self) -> dict[str, Any]:
         """What synchronizes the model, and what it costs, as plain data.

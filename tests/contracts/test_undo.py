@@ -318,8 +318,9 @@ def test_accept_step_drops_and_names_residuals_that_were_not_sent(reducer: str) 
 @pytest.mark.parametrize(
     ("strategy", "obstacle"),
     [
-        *((name, "") for name in STRATEGIES if not name.startswith("local_sgd")),
-        ("local_sgd", "can't be repeated"),
+        *((name, "") for name in STRATEGIES),
+        ("local_sgd", ""),
+        ("diloco(fragments=2)", ""),
         ("sharded", "slice of the optimizer's state"),
         ("hogwild", "--keep-going"),
         ("gossip", "--keep-going"),

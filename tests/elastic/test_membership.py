@@ -22,7 +22,7 @@ FOUNDERS = ["0.0", "1.0", "2.0", "3.0"]
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     yield store.port
     del store  # it serves until here
 
@@ -229,7 +229,7 @@ def test_store_that_does_not_answer_raises_in_time(port: int) -> None:
 
 @pytest.fixture
 def standby() -> Iterator[int]:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     yield store.port
     del store
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import json
 import os
@@ -26,7 +27,8 @@ from gradsync.integrations.prometheus import Prometheus
 from gradsync.profiling import set_recording
 from tests.support import diverging
 
-FOLDER = Path(sys.argv[1])
+ARGUMENTS = sys.argv[1:] if __name__ == "__main__" else ["."]  # tests import its data and its model
+FOLDER = Path(ARGUMENTS[0])
 OPTIONS: dict[str, Any] = {
     "kills": [],  # [uid, number, phase]: at this worker's n-th step, or call
     "strategy": "allreduce",
@@ -46,7 +48,11 @@ OPTIONS: dict[str, Any] = {
     "on_partition": "pause",
     "skips_barrier": None,  # [uid, number]
     "hold_at": None,  # from this step on it trains slowly, until there is a file FOLDER/go
-    **json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}"),
+    "settle": False,  # at the end
+    "optimizer": "adamw",
+    "norm": False,  # a BatchNorm in the model
+    "slow": {},  # uid: seconds that this worker sleeps longer in each step
+    **json.loads(ARGUMENTS[1] if len(ARGUMENTS) > 1 else "{}"),
 }
 HOLD_S = 0.2
 UID = json.loads(os.environ["GRADSYNC_ELASTIC"])["uid"] if "GRADSYNC_ELASTIC" in os.environ else "0.0"
@@ -64,10 +70,10 @@ def kill_in(module: str, name: str, phase: str) -> None:
     """Die when a function of gradsync is called that a worker runs while it joins or goes on."""
     if not any(kill[0] == UID and kill[2] == phase for kill in OPTIONS["kills"]):
         return
-    owner: Any = sys.modules[module]
-    *classes, name = name.split(".")
-    for each in classes:
-        owner = getattr(owner, each)
+    owner: Any = importlib.import_module(module)
+    *path, name = name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
     monitored = getattr(owner, name)
     calls = {"num": 0}
 
@@ -130,7 +136,14 @@ def make_model() -> torch.nn.Module:
             torch.nn.Linear(32, 1),
         ]
         return gradsync.SyncBatchNorm.convert(torch.nn.Sequential(*layers).double())
-    layers = [torch.nn.Linear(8, 40), torch.nn.Tanh(), torch.nn.Dropout(OPTIONS["dropout"]), torch.nn.Linear(40, 1)]
+    norm = [torch.nn.BatchNorm1d(40)] if OPTIONS["norm"] else []
+    layers = [
+        torch.nn.Linear(8, 40),
+        *norm,
+        torch.nn.Tanh(),
+        torch.nn.Dropout(OPTIONS["dropout"]),
+        torch.nn.Linear(40, 1),
+    ]
     return torch.nn.Sequential(*layers).double()
 
 
@@ -146,6 +159,9 @@ def main() -> None:
     torch.set_num_threads(1)
     kill_in("gradsync.elastic.recovery", "copy_training_state", "healing")
     kill_in("gradsync.elastic.session", "connect_members", "connecting")
+    kill_in("gradsync.strategies.periodic.exchange", "WeightExchange.reduce", "exchange")
+    kill_in("gradsync.strategies.periodic.exchange", "WeightExchange.commit", "commit")
+    kill_in("gradsync.strategies.periodic.exchange", "WeightExchange.settle", "settle")
     if OPTIONS["record"]:
         set_recording(folder=FOLDER / "records")
     kill_in("gradsync.engine.survival", "Survival.before_end", "end")
@@ -153,7 +169,8 @@ def main() -> None:
         skip_barrier()
     diverging.folder, diverging.uid = FOLDER, UID
     model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+    optimizer = kinds[OPTIONS["optimizer"]](model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-2, total_steps=100_000)
     loader = gradsync.shard(Samples(), global_batch_size=12, seed=2)
     sync = gradsync.synchronize(
@@ -199,7 +216,7 @@ def main() -> None:
 
     def backward(index: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
         loss = torch.nn.functional.mse_loss(model(x), y)
-        time.sleep(OPTIONS["step_s"])
+        time.sleep(OPTIONS["step_s"] + OPTIONS["slow"].get(UID, 0.0))
         if OPTIONS["hold_at"] is not None and step >= OPTIONS["hold_at"] and not (FOLDER / "go").exists():
             time.sleep(HOLD_S)
         loss.backward()
@@ -243,12 +260,16 @@ def main() -> None:
                     backward(*batch)
                 apply()
             schedule.step()
+    if OPTIONS["settle"]:
+        sync.settle()
     state = {"model": model.state_dict(), "lr": schedule.get_last_lr(), "steps": sync.stats()["step"]}
     torch.save(state, FOLDER / f"final.{UID}")
     if metrics is not None:
         url = f"http://127.0.0.1:{metrics.port}/metrics"
         (FOLDER / f"metrics.{UID}").write_bytes(urllib.request.urlopen(url, timeout=10).read())
-    (FOLDER / f"stats.{UID}").write_text(json.dumps(sync.stats().get("elastic", {})))
+    stats = sync.stats()
+    own = {name: stats[name] for name in ("exchanges", "next_exchange", "late") if name in stats}
+    (FOLDER / f"stats.{UID}").write_text(json.dumps({**stats.get("elastic", {}), **own}))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 import time
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradsync.testing import Lab, lab_unavailable_reason
+from gradsync.testing import Lab
 from tests.elastic.test_survive import BATCH, END_S, SCRIPT, Outcome, alone, environment  # noqa: F401 - a fixture
 from tests.support.launching import GRADSYNC, NETWORK, Launched
 
@@ -24,12 +25,15 @@ EPOCHS = 24
 STEPS = 5 * EPOCHS
 
 
+pytestmark = pytest.mark.netns
+
+
 @pytest.fixture(autouse=True, scope="module")
-def _needs_lab() -> None:
-    if lack := lab_unavailable_reason():
-        pytest.skip(lack)
+def _needs_nft() -> None:
     if shutil.which("nft") is None:
-        pytest.skip("cuts need the command 'nft' (Debian: nftables)")
+        missing = "cuts need the command 'nft' (Debian: nftables)"
+        assert os.environ.get("CI") != "true", missing
+        pytest.skip(missing)
 
 
 class Run:
@@ -200,3 +204,22 @@ def test_sides_diverge_and_are_merged_by_the_samples_that_each_has_trained(tmp_p
     assert merge["distance"] > 0
     assert merge["split_s"] > TIMEOUT_S
     assert "the sides of a partition of" in outcome.log
+
+
+def test_sides_of_local_sgd_diverge_and_are_merged(tmp_path: Path) -> None:
+    options = {"strategy": "local_sgd(every=2)", "settle": True}
+    with running(tmp_path, "--on-partition", "diverge", **options) as run:
+        run.wait_for_step("0.0", CUT_AT)
+        run.lab.cut(1)
+        run.wait_until(lambda: json.loads((tmp_path / "change.0.0").read_text())[1:] == [2, "0"], "host 0 stops")
+        run.wait_until(lambda: json.loads((tmp_path / "change.2.0").read_text())[1] == 2, "host 1 stops")
+        run.wait_for_step("2.0", run.step("2.0") + 5)
+        run.lab.heal(1)
+        run.wait_until_together(ALL, 2)
+        outcome = run.finish()
+    assert outcome.code == 0, outcome.log
+    check_equal(outcome)
+    merges = [change["merge"] for change in outcome.stats()["0.0"]["changes"] if change["merge"] is not None]
+    assert len(merges) == 1
+    assert all(count > 0 for count in merges[0]["samples"].values())
+    assert merges[0]["distance"] > 0

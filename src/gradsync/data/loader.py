@@ -86,6 +86,7 @@ class ShardedLoader:
         self._was_moved = False  # the iterator that runs must go on from another place
         self._loop_epoch = 0  # of the loop that runs
         self._loops_to_skip = 0  # on a newcomer of an elastic run: epochs that the others have finished
+        self._later_splits: list[tuple[tuple[int, int], int, int]] = []  # from where on, rank and number of ranks
         self._batches = batch_source(comm)
         self._batches.add_loader(self)
 
@@ -232,8 +233,30 @@ class ShardedLoader:
         self._begun = self._position > 0 and not is_later
         self._was_moved = True
 
-    def split_again(self, rank: int, world_size: int) -> None:
-        """Split every later step into the parts of so many ranks; the samples of a step stay the same."""
+    def go_on(self) -> None:
+        """Have the loop that runs go on, if it was about to end: the members may not have come to its end together."""
+        self._was_moved = True
+
+    def split_again(self, rank: int, world_size: int, *, begin: tuple[int, int] | None = None) -> None:
+        """Split every later step into the parts of so many ranks; the samples of a step stay the same.
+
+        ``begin``: from this epoch and position on; see [Note: members that train apart] in elastic/membership.py.
+        """
+        if begin is not None:
+            self._later_splits = [split for split in self._later_splits if split[0] < begin]
+            self._later_splits.append((begin, rank, world_size))
+            self._take_later_split()
+        else:
+            self._later_splits = []
+            self._split(rank, world_size)
+
+    def _take_later_split(self) -> None:
+        """Split anew if the place is reached from which on that was asked for."""
+        while self._later_splits and self._later_splits[0][0] <= (self._epoch, self._position):
+            _, rank, world_size = self._later_splits.pop(0)
+            self._split(rank, world_size)
+
+    def _split(self, rank: int, world_size: int) -> None:
         cut = self._source.cut
         if (cut.rank, cut.world_size) != (rank, world_size):
             cut.rank, cut.world_size = rank, world_size
@@ -349,6 +372,7 @@ class _EpochIterator:
         boundary = batch_source(self._comm).boundary
         if boundary is not None and torch.is_grad_enabled():
             boundary.before_batch(self._loader)
+            self._loader._take_later_split()
         if self._loader._take_move():
             self._steps = self._loader._steps()
             if boundary is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+from collections.abc import Sequence
 
 from gradsync.elastic.store import BoundedStore
 from gradsync.errors import StoreUnreachable
@@ -58,6 +59,11 @@ class Authority:
 
     def has(self, key: str) -> bool:
         return self.store.has(self._key(key))
+
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        """Those of the keys that are not there."""
+        absent = set(self.store.missing([self._key(key) for key in keys]))
+        return [key for key in keys if self._key(key) in absent]
 
     def generation(self, number: int) -> str:
         """The name of an epoch's world."""

@@ -17,6 +17,15 @@ if they reach it, else in a history of their own (see authority.py). When the me
 again, they end their history by a last epoch, and ask the main history together, by one request, to take them back as
 *returning* members. The epoch that does so lists the *sides* that meet, with the samples that each has trained since
 the split. Recovery merges them. Until a member has said that it has merged, its ballots carry its side.
+
+[Note: members that train apart] Under local SGD and DiLoCo members step on their own between two exchanges. What they
+have in common are the exchanges, so a ballot counts these, from ``APART`` on: above any number of steps, because local
+SGD begins with exact ones. A member that is behind by an exchange takes over its result and nothing else: its weights,
+its clock and its place in the data are its own. A member that notices the end of an epoch may be some steps ahead of
+others, which train on until their next exchange, or until they read ``over/N``, within a step or two. They all keep
+what they have trained: no step is repeated or skipped, and at the next exchange all clocks are equal again. Only the
+data is split anew at the same sample for all: at the place of the member that is farthest. Those behind go on with
+their old part up to there.
 """
 
 from __future__ import annotations
@@ -39,6 +48,7 @@ OnPartition = Literal["pause", "diverge"]
 ON_PARTITION: tuple[OnPartition, ...] = ("pause", "diverge")
 
 NO_STATE = -1  # the step of a member that has nothing: it must be healed
+APART = 1 << 40  # see [Note: members that train apart]
 POLL_S = 0.004
 SLOW_POLL_S = 0.05
 SLOW_AFTER_S = 0.5
@@ -120,6 +130,15 @@ class Epoch:
     def is_behind(self, member: Member) -> bool:
         """Whether a member must be healed. One that returns from a side has a state of its own."""
         return member.history == self.history and member.step != self.newest_step
+
+    @property
+    def trains_apart(self) -> bool:
+        """See [Note: members that train apart]."""
+        return self.newest_step >= APART
+
+    def needs_everything(self, member: Member) -> bool:
+        """Whether a member gets all of another's state, and not only the result of an exchange."""
+        return self.is_behind(member) and member.step < APART
 
     @property
     def needs_healing(self) -> bool:
@@ -577,6 +596,10 @@ class Membership:
     def change_wanted(self) -> str | None:
         """Why somebody asks for another epoch although nothing has failed; None most of the time."""
         return self.authority.get(f"wants/{self.epoch.number}")
+
+    def is_over(self) -> bool:
+        """Whether another member has ended this epoch."""
+        return self.authority.has(f"over/{self.epoch.number}")
 
     def ask_for_change(self, why: str) -> None:
         self.authority.set(f"wants/{self.epoch.number}", why)

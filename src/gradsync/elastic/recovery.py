@@ -29,7 +29,7 @@ from torch import Tensor
 from gradsync.comm.base import Communicator, Work
 from gradsync.comm.forwarding import Forwarding
 from gradsync.comm.objects import all_gather_object, broadcast_object
-from gradsync.elastic.membership import NO_STATE, Epoch, Member, Samples
+from gradsync.elastic.membership import APART, NO_STATE, Epoch, Member, Samples
 from gradsync.elastic.run_folder import SavedState
 from gradsync.elastic.session import Cost, Session
 from gradsync.errors import CollectiveFailed, PeerLost, StoreUnreachable
@@ -70,6 +70,24 @@ class Replica(Protocol):
 
     def roll_back(self) -> None:
         """Undo the step that was not completed."""
+        ...
+
+    @property
+    def clock(self) -> int:
+        """The steps that it has taken: more than others', where members train apart."""
+        ...
+
+    @property
+    def steps_at_risk(self) -> int:
+        """Its last steps that are lost with it: those since an exchange, where members train apart."""
+        ...
+
+    def shared(self) -> dict[str, Any]:
+        """What all members that train apart have in common, for ``catch_up``."""
+        ...
+
+    def catch_up(self, shared: dict[str, Any]) -> list[str]:
+        """Take over the result of an exchange that others have committed. Returns names, as ``accept`` does."""
         ...
 
     def accept(self, progress: dict[str, Any]) -> list[str]:
@@ -182,7 +200,9 @@ class Recovery:
         """The change is over. A step that others had completed is not done again: its state was taken over."""
         before = self._session.settled
         discarded = discarded and not self._has_caught_up
-        self._session.record(self._cost, cause=cause, discarded=discarded, before=before)
+        self._session.record(
+            self._cost, cause=cause, discarded=discarded, before=before, steps_at_risk=self.replica.steps_at_risk
+        )
         self._session.settle()
         self._has_caught_up = False
 
@@ -235,7 +255,8 @@ class Recovery:
         own = epoch.members[world.rank]
         with self._cost.timing("restoring"):
             saved = replica.find_saved(comm) if epoch.newest_step <= 0 and not epoch.sides else None
-            structure_only = epoch.needs_healing or bool(epoch.sides) or saved is not None
+            # Where members train apart, schedules follow each one's own clock.
+            structure_only = epoch.needs_healing or epoch.trains_apart or bool(epoch.sides) or saved is not None
             check_agreement(comm, replica.describe(structure_only=structure_only))
             healed = None
             if saved is not None:
@@ -248,9 +269,10 @@ class Recovery:
                     replica.begin(comm)
             if epoch.sides:
                 self._meet(epoch, own, comm, healed)
-            furthest = furthest_place(all_gather_object(comm, replica.place))
-            if furthest is not None and replica.place is not None and furthest != replica.place:
-                replica.go_to(furthest)
+            if not epoch.trains_apart:  # there each member has a place of its own
+                furthest = furthest_place(all_gather_object(comm, replica.place))
+                if furthest is not None and replica.place is not None and furthest != replica.place:
+                    replica.go_to(furthest)
         with self._cost.timing("attaching"):
             replica.attach(comm.clone())
         if epoch.sides:
@@ -289,31 +311,48 @@ class Recovery:
         The others take no part: on one host their copies would take the time of those that need one.
         """
         replica, training = self.replica, self.replica.training
-        is_behind = epoch.is_behind(own)
-        if is_behind:
+        takes = epoch.needs_everything(own)
+        if takes:
             self._is_whole, self._has_caught_up = False, True
-        else:
+        elif own.step == epoch.newest_step:
             replica.roll_back()  # what this worker has begun since is not part of the state that it gives
-        behind = [rank for rank, member in enumerate(epoch.members) if epoch.is_behind(member)]
-        taking_part = sorted([epoch.donor, *behind])
+        source = epoch.donor
+        if epoch.trains_apart:
+            self._level(epoch, own, comm)
+            is_source = not takes and own.history == epoch.history
+            clocks = all_gather_object(comm, replica.clock if is_source else NO_STATE)
+            source = clocks.index(max(clocks))  # newcomers begin where the farthest member is
+        behind = [rank for rank, member in enumerate(epoch.members) if epoch.needs_everything(member)]
+        if not behind:
+            return {}
+        taking_part = sorted([source, *behind])
         group = comm.split(taking_part)
         progress: dict[str, Any] = {}
         num_bytes = 0
         if group is not None:
-            donor, counted = taking_part.index(epoch.donor), CountedBytes(group)
+            donor, counted = taking_part.index(source), CountedBytes(group)
             try:
                 copy_training_state(counted, training.model, training.optimizer, training.copied_with_state, donor)
                 progress = broadcast_object(counted, replica.progress() if group.rank == donor else None, donor)
             finally:
                 group.close()
             num_bytes = counted.num_bytes
-        self._cost.healed_bytes += broadcast_object(comm, num_bytes, epoch.donor)
-        if is_behind:
-            is_newcomer = own.step == NO_STATE
+        self._cost.healed_bytes += broadcast_object(comm, num_bytes, source)
+        if takes:
+            is_newcomer = own.step == NO_STATE or epoch.trains_apart
             if not is_newcomer:
                 self._session.lost_residuals += replica.accept(progress)
             replica.adopt(progress, newcomer=is_newcomer)
         return progress
+
+    def _level(self, epoch: Epoch, own: Member, comm: Communicator) -> None:
+        """Give the last exchange to members that have not committed it: see [Note: members that train apart]."""
+        replica = self.replica
+        behind = [member for member in epoch.members if epoch.is_behind(member) and member.step >= APART]
+        if behind:
+            shared = broadcast_object(comm, replica.shared() if comm.rank == epoch.donor else None, epoch.donor)
+            if own in behind:
+                self._session.lost_residuals += replica.catch_up(shared)
 
 
 def furthest_place(places: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:

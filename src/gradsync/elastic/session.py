@@ -25,6 +25,7 @@ from gradsync.comm.following import Following
 from gradsync.comm.members import connect_members
 from gradsync.comm.rendezvous import interface_between_hosts
 from gradsync.elastic.leave import leave_is_due, leave_requested
+from gradsync.elastic.meetings import Meetings
 from gradsync.elastic.membership import NO_STATE, Epoch, Membership, MembershipSettings, OnPartition, process_of
 from gradsync.elastic.run_folder import RunFolder
 from gradsync.elastic.store import CALL_TIMEOUT_S, BoundedStore
@@ -87,6 +88,9 @@ class Session:
         self.store_is_lost = False  # the last call of the watching thread did not reach it
         self._settled: Epoch | None = None  # the last epoch in which this worker has trained
         self._wanted: str | None = None
+        self._over: int | None = None  # the number of an epoch that another member has ended
+        self.save_is_due: Callable[[], bool] = lambda: False  # whether the run is to be saved between two steps
+        self.meetings = Meetings(membership)
         self._closing = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="gradsync-membership", daemon=True)
 
@@ -214,8 +218,13 @@ class Session:
     # -- between two steps ----------------------------------------------------------------------------------------
 
     def wants_change(self) -> bool:
-        """Whether this worker knows of a reason for another epoch: it leaves, or somebody waits to join. Cheap."""
-        return self._wanted is not None or leave_is_due()
+        """Whether something is to be done together between two steps: members change, or the run is saved. Cheap."""
+        return self._wanted is not None or leave_is_due() or self.save_is_due()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether another member has ended the present epoch: for members that train apart. Cheap, a little late."""
+        return self._over is not None and self._over == self.membership.epoch.number
 
     def why_change(self) -> str | None:
         """The reason, as far as this worker knows it; None if it knows of none."""
@@ -237,6 +246,9 @@ class Session:
                     look_at_s = time.monotonic() + LOOK_S
                 number = self.membership.epoch.number
                 wanted = self.membership.change_wanted()
+                self.meetings.look()
+                if self.membership.is_over():
+                    self._over = number
                 self.store_is_lost = False
                 if number == self.membership.epoch.number:
                     self._wanted = wanted
@@ -273,10 +285,13 @@ class Session:
         """All members of the epoch are in step: from now on it is the one that the next change begins from."""
         self._settled = self.membership.epoch
 
-    def record(self, cost: Cost, *, cause: str, discarded: bool, before: Epoch | None) -> Change:
+    def record(
+        self, cost: Cost, *, cause: str, discarded: bool, before: Epoch | None, steps_at_risk: int = 0
+    ) -> Change:
         """A change is over: note it, log it, and let the launchers know. Returns it.
 
-        ``before``: the epoch that has ended; None on a newcomer.
+        ``before``: the epoch that has ended; None on a newcomer. ``steps_at_risk``: the steps since the last exchange,
+        which are lost with each member that is lost.
         """
         epoch, world = self.membership.epoch, self.world
         assert world is not None, "the members are connected"
@@ -291,12 +306,14 @@ class Session:
         else:  # every worker was lost, and these begin anew
             known = set()
         interface = "" if world.transport in ("shm", "solo", "threads") else interface_between_hosts()
+        lost = tuple(slot for uid, slot in gone.items() if uid not in self.membership.left)
         change = Change(
             epoch=epoch.number,
             cause=cause,
             before=() if before is None else tuple(member.slot for member in before.members),
             members=tuple(there.values()),
-            lost=tuple(slot for uid, slot in gone.items() if uid not in self.membership.left),
+            lost=lost,
+            lost_steps=len(lost) * steps_at_risk,
             left=tuple(slot for uid, slot in gone.items() if uid in self.membership.left),
             joined=tuple(member.slot for member in epoch.members if name_of(member.uid) not in known),
             healed=tuple(member.slot for member in epoch.members if epoch.is_behind(member)),

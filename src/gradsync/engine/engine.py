@@ -112,6 +112,7 @@ class Engine:
     ) -> None:
         self.training = training
         self.strategy = strategy
+        strategy.undoable = undoable
         self.recorder = strategy.recorder = recorder
         self.comm = comm
         self.settings = settings
@@ -199,30 +200,36 @@ class Engine:
                 self._failure = self._failure or error
                 raise
 
-    def _go_on_if_interrupted(self, *, begun: bool) -> bool:
+    def _go_on_if_interrupted(self, *, begun: bool, keeps_step: bool = False) -> bool:
         """In an elastic run: if a peer was lost, go on with the others. Blocks. Returns whether that was so.
 
         ``begun``: a step had begun. Within ``with sync.step():`` it raises what has happened: the survivors go on at
-        the end of the block.
+        the end of the block. ``keeps_step``: nothing but an exchange was interrupted, and what this rank has trained
+        stays.
         """
         with self._lock:
             if self._interrupted is None:
                 return False
             assert self.survival is not None, "only an elastic run is interrupted"
-            if self.block_began_at is not None:
+            if keeps_step:
+                begun = False
+            elif self.block_began_at is not None:
                 raise self._interrupted
-            begun = begun or self.window.num_backwards > 0
-            self._backward = None
+            else:
+                begun = begun or self.window.num_backwards > 0
+                self._backward = None
             if begun:
                 self.recorder.step_interrupted(self.step)
             try:
-                self.survival.survive(self._interrupted, begun=begun)
+                self.survival.survive(self._interrupted, begun=begun, keeps_step=keeps_step)
             except BaseException as error:
                 self._failure = self._failure or error
                 raise
             finally:
                 self._interrupted = None
-            self.discarded, self.synchronized = True, False
+            if not keeps_step:
+                self.survival.end_taken_step()
+                self.discarded, self.synchronized = True, False
             return True
 
     def attempt(self, event: Callable[[], Any]) -> bool:
@@ -231,7 +238,36 @@ class Engine:
         Returns whether it came to its end.
         """
         self.guard(event)
-        return not self._go_on_if_interrupted(begun=False)
+        keeps_step = self.trains_apart
+        if not self._go_on_if_interrupted(begun=False, keeps_step=keeps_step):
+            return True
+        if keeps_step:  # it may have interrupted an exchange that overlaps with steps
+            self.run_exchange(self.strategy.retry_exchange)
+        return False
+
+    def run_exchange(self, event: Callable[[], Any], *, again: Callable[[], Any] | None = None) -> Any:
+        """Run what a strategy does around the optimizer's step; in an elastic run again, while a peer is lost in it.
+
+        ``again``: what is run then, if it is something else.
+        """
+        if self.survival is None:
+            return event()
+        result = self.guard(event)
+        while self._go_on_if_interrupted(begun=False, keeps_step=True):
+            result = self.guard(again or event)
+        if self.strategy.change_agreed:
+            self.change_agreed, self.strategy.change_agreed = True, False
+        return result
+
+    def end_step(self) -> None:
+        """The optimizer has stepped. In an elastic run, follow others that have noticed a loss."""
+        if self.survival is not None and self.trains_apart:
+            self.run_exchange(self.survival.raise_if_over, again=self.strategy.retry_exchange)
+
+    @property
+    def trains_apart(self) -> bool:
+        """Whether ranks step on their own between two exchanges: see elastic/membership.py."""
+        return self.survival is not None and self.strategy.gradient_sync(self.step) is None
 
     def enter_block(self) -> None:
         """``with sync.step():`` begins. In an elastic run the members may change here. Then it blocks."""
@@ -617,6 +653,11 @@ class Engine:
         In an elastic run a rank that was interrupted here is sent back to its loader, and comes again.
         """
         self.attempt(self._join)
+
+    def join_at_end(self) -> None:
+        """As ``join``, for a loop whose loader is not ours: nothing sends this rank here again. Blocks."""
+        while not self.attempt(self._join) and self.trains_apart:
+            pass
 
     def _join(self) -> None:
         sync = self.strategy.gradient_sync(self.step)

@@ -82,7 +82,7 @@ class ResidualMirror:
     def hand_over(self, engine: Engine, leaving: Sequence[int]) -> None:
         """Give the residuals of the ranks that leave to others that stay. Blocks: all ranks call it, between steps."""
         comm = engine.comm
-        if not keeps_residuals(engine):
+        if not keeps_residuals(engine) or engine.trains_apart:  # there they belong to differences of the leaver
             return
         staying = [rank for rank in range(comm.world_size) if rank not in leaving]
         received: list[Own] = []
@@ -130,6 +130,9 @@ def keeps_residuals(engine: Engine) -> bool:
 
 def _holds_residuals(own: Own) -> bool:
     state = own.get("strategy_state", {})
+    if "exchange" in state:  # of a strategy that exchanges weights
+        state = (state["exchange"] or {}).get("reducer", {})
+        return bool(state.get("own")) and "estimates" not in state["own"]
     kinds = state.get("reducer", state).get("own", {})
     return bool(state) and "estimates" not in kinds  # EF21's estimates start again at zero
 

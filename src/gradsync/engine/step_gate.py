@@ -33,6 +33,7 @@ class StepGate:
         self._awaits_step = False  # a synchronizing backward has ended, and the optimizer has not stepped since
         self._unused: Sequence[Slot] = ()  # parameters to which that backward has given no gradient on any rank
         self._num_steps = UNKNOWN_STEPS  # calls of optimizer.step() since the last header
+        self.is_ending_step = False  # the optimizer has stepped, and the user's schedules have not yet
         self._entered = 0  # when the optimizer's own step began, for the recorder
 
     def expect_step(self, unused: Sequence[Slot]) -> None:
@@ -61,7 +62,14 @@ class StepGate:
         """A ``GradScaler`` has ended its step; if it skipped the optimizer's, notify the strategy."""
         if self._awaits_step:
             self._awaits_step = False
-            self._engine.guard(self._engine.strategy.skipped_step, self._engine.step)
+            engine, strategy = self._engine, self._engine.strategy
+            if engine.survival is None:
+                engine.guard(strategy.skipped_step, engine.step)
+                return
+            self.is_ending_step = True
+            engine.run_exchange(lambda: strategy.skipped_step(engine.step), again=strategy.retry_exchange)
+            engine.end_step()
+            self.is_ending_step = False
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         engine = self._engine
@@ -82,7 +90,8 @@ class StepGate:
             closure = self._checked(closure)
         entered = engine.recorder.now()
         with batch_source(engine.comm).waiting():
-            verdict = (own_step or engine.strategy.before_step)(engine.step)
+            decide = own_step or engine.strategy.before_step
+            verdict = engine.run_exchange(lambda: decide(engine.step))
         self._note_exchange(entered)
         if verdict is not Verdict.APPLY:
             engine.drop_gradients()
@@ -145,7 +154,11 @@ class StepGate:
             engine.recorder.optimizer_stepped(self._entered)
             entered = engine.recorder.now()
             with batch_source(engine.comm).waiting():
-                engine.strategy.after_step(engine.step)
+                strategy = engine.strategy
+                self.is_ending_step = True
+                engine.run_exchange(lambda: strategy.after_step(engine.step), again=strategy.retry_exchange)
+                engine.end_step()
+                self.is_ending_step = False
             self._note_exchange(entered)
             if engine.survival is not None:
                 engine.survival.after_step()

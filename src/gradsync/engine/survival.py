@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
 
 from torch import Tensor
 
@@ -28,7 +28,7 @@ from gradsync.elastic.session import Change, Session
 from gradsync.engine.mirror import ResidualMirror, keeps_residuals
 from gradsync.engine.resume import Resume
 from gradsync.engine.saved_state import own_state
-from gradsync.errors import StoreUnreachable
+from gradsync.errors import PeerLost, StoreUnreachable
 from gradsync.replicas.agreement import copy_tensors
 from gradsync.replicas.batch_context import Rewindable, batch_source
 from gradsync.replicas.batchnorm import move_batchnorms
@@ -70,6 +70,8 @@ class Survival:
         self._describe = describe
         self._progress: dict[str, Any] | None = None  # of another, to go on from
         self._point = RestorePoint(training)
+        self._keeps_step = False  # what is rolled back is an exchange only: what this worker has trained stays
+        self._step_to_end = False  # the state that was taken over is from before the end of a step
         self._has_loader = False  # batches come from a loader of gradsync.shard
         self._source = batch_source(session.comm)
         self._recovery = Recovery(session, self)
@@ -78,6 +80,7 @@ class Survival:
         self._resume: Resume | None = None
         if session.folder is not None:
             self._resume = Resume(session, training, session.folder, session.save_every_s)
+        session.save_is_due = self._save_is_due
         self._is_resuming = False  # a run was resumed, and its first batch was not read yet
         self._resumed_random: list[Tensor] | None = None  # its random numbers, which that batch needs
 
@@ -85,6 +88,11 @@ class Survival:
         """Join the run; returns the engine. Blocks until this worker is in step with the others."""
         self._recovery.start()
         assert self.engine is not None, "it was attached"
+        if self._mirror.enabled and self.engine.trains_apart:
+            raise ValueError(
+                "mirror_residuals=True copies residuals after every step, and "
+                f"{spec.render(self.engine.strategy)} communicates less often. Leave it out."
+            )
         if self._mirror.enabled and not keeps_residuals(self.engine):
             raise ValueError(
                 "mirror_residuals=True keeps copies of error-feedback residuals, and "
@@ -95,6 +103,7 @@ class Survival:
             self.engine.recorder.members_changed(change)
         self._source.boundary = self
         self._guard_schedules(self.engine)
+        self.end_taken_step()
         if self._source.healed_place is None:  # no loader of ours will read a first batch
             self._end_resuming()
         return self.engine
@@ -110,18 +119,47 @@ class Survival:
 
     # -- events of the engine -------------------------------------------------------------------------------------
 
-    def survive(self, error: BaseException, *, begun: bool) -> None:
+    def survive(self, error: BaseException, *, begun: bool, keeps_step: bool) -> None:
         """A peer was lost: go on with the others. Blocks until all are in step again.
 
-        ``begun``: in the middle of a step, and not between two.
+        ``begun``: in the middle of a step, and not between two. ``keeps_step``: what this worker has trained stays.
         """
-        self._recovery.survive(str(error), begun=begun)
+        self._keeps_step = keeps_step
+        if keeps_step:
+            self._point.take(self._point.loader)
+        try:
+            self._recovery.survive(str(error), begun=begun)
+        finally:
+            self._keeps_step = False
+        if keeps_step and self._point.loader is not None:
+            self._point.loader.go_on()
         self._tell()
+
+    def end_taken_step(self) -> None:
+        """Do what the others do at the end of the step at which this worker has come to them.
+
+        They may be in an exchange that a lost member has interrupted, and repeat it with this worker. Then schedules
+        step: those that were handed over step with every batch.
+        """
+        assert self.engine is not None
+        self.engine.run_exchange(self.engine.strategy.retry_exchange)
+        is_owed, self._step_to_end = self._step_to_end, False
+        if is_owed:
+            for schedule in self.training.schedules:
+                schedule.step()  # type: ignore[attr-defined]
+
+    def raise_if_over(self) -> None:
+        """Between two steps of members that train apart: raise ``PeerLost`` if another has ended the epoch."""
+        if self.session.is_over:
+            assert self.engine is not None
+            reason = "another worker has noticed a loss"
+            raise PeerLost(rank=self.engine.comm.rank, reason=reason, after_s=0.0, step=self.engine.step)
 
     def wants_change(self) -> bool:
         """Whether something is to be done together between two steps: members change, or the run is saved. Cheap."""
-        if self.session.wants_change():
-            return True
+        return self.session.wants_change()
+
+    def _save_is_due(self) -> bool:
         saving = self._saving
         return saving is not None and self.engine is not None and saving.is_due(self.engine.comm.rank)
 
@@ -193,7 +231,8 @@ class Survival:
 
     def before_end(self) -> None:
         engine = self.engine
-        if engine is not None and engine.is_between_steps:
+        # Members that train apart need not wait for each other: none of them repeats a step.
+        if engine is not None and engine.is_between_steps and not engine.trains_apart:
             engine.attempt(engine.comm.barrier)
 
     # -- between two steps, on all members alike ------------------------------------------------------------------
@@ -218,10 +257,15 @@ class Survival:
             return
         if leaving and not engine.attempt(lambda: self._mirror.hand_over(engine, leaving)):
             return
-        if self._recovery.change(causes[0], leaving=engine.comm.rank in leaving):
-            self._tell()
-        else:
+        self._keeps_step = engine.trains_apart
+        try:
+            is_member = self._recovery.change(causes[0], leaving=engine.comm.rank in leaving)
+        finally:
+            self._keeps_step = False
+        if not is_member:
             self._leave()
+        self._tell()
+        self.end_taken_step()
 
     def _wish(self) -> Wish:
         """What this worker wants to be done between these two steps."""
@@ -247,7 +291,7 @@ class Survival:
                 return  # a member was lost meanwhile: the others save again after the next step
         self._leave()
 
-    def _leave(self) -> None:
+    def _leave(self) -> NoReturn:
         with contextlib.suppress(StoreUnreachable):  # then the launcher has ended, and nobody asks
             if not self.session.store_is_lost:
                 self.session.membership.write_left(leave_requested() or "the launcher has ended")
@@ -265,7 +309,15 @@ class Survival:
     def step(self) -> int:
         if self.engine is None:
             return 0 if self.session.membership.epoch.number <= 1 or self._is_fresh() else NO_STATE
-        return self.engine.applied_step
+        return self.engine.strategy.commit_number(self.engine.applied_step)
+
+    @property
+    def clock(self) -> int:
+        return 0 if self.engine is None else self.engine.step
+
+    @property
+    def steps_at_risk(self) -> int:
+        return 0 if self.engine is None else self.engine.strategy.steps_since_exchange()
 
     def _is_fresh(self) -> bool:
         """Whether nobody in this worker's epoch has made a step: then what the script has loaded is the state."""
@@ -297,8 +349,22 @@ class Survival:
     def roll_back(self) -> None:
         if self.engine is not None:
             self.engine.strategy.discard_step()
+            self._undo_step()
+
+    def _undo_step(self) -> None:
+        if self.engine is not None and not self._keeps_step:
             self.engine.drop_step()
             self._point.restore()
+
+    def shared(self) -> dict[str, Any]:
+        assert self.engine is not None, "it has committed an exchange"
+        return self.engine.strategy.shared_state()
+
+    def catch_up(self, shared: dict[str, Any]) -> list[str]:
+        assert self.engine is not None, "it has trained"
+        lost = self.engine.strategy.accept_step(shared)
+        self._undo_step()
+        return lost
 
     def accept(self, progress: dict[str, Any]) -> list[str]:
         assert self.engine is not None, "it has begun the step that others have completed"
@@ -312,13 +378,14 @@ class Survival:
     def progress(self) -> dict[str, Any]:
         engine = self.engine
         if engine is None:
-            return {"step": 0, "plan": None, "strategy": None, "shared": {}, "place": None}
+            return {"step": 0, "plan": None, "strategy": None, "shared": {}, "place": None, "ends_step": False}
         return {
             "step": engine.step,
             "plan": engine.plan_state(),
-            "strategy": engine.strategy.state_dict(),
-            "shared": engine.strategy.shared_state(),
+            "strategy": engine.strategy.state_for_newcomer(),
+            "shared": {} if engine.trains_apart else engine.strategy.shared_state(),
             "place": self._point.place,
+            "ends_step": engine.gate.is_ending_step,
         }
 
     def adopt(self, progress: dict[str, Any], *, newcomer: bool) -> None:
@@ -328,6 +395,9 @@ class Survival:
         if newcomer and self.engine is not None:  # the others had given it up: what it had begun is void
             self.engine.strategy.discard_step()
             self.engine.drop_step()
+        # The other's schedules step next; so do this worker's if it was interrupted at the same place.
+        ends_step = self.engine is not None and self.engine.gate.is_ending_step
+        self._step_to_end = bool(progress.get("ends_step")) and not ends_step
         self.training.buffers.num_overwritten += 1
         place, loader = progress["place"], self._point.loader
         self._point.take(None)  # the buffers are another's now
@@ -381,12 +451,22 @@ class Survival:
                 tree = own_state(progress["saved"], engine.strategy, rank=comm.rank, world_size=comm.world_size)
                 engine.strategy.load_state_dict(tree["strategy_state"])
             elif progress["newcomer"] and progress["strategy"] is not None:
-                # As rank 1 of 2, of which rank 0 has all: a newcomer has no residual of its own.
-                own = engine.strategy.redistribute([progress["strategy"]], 1, 2)
-                engine.strategy.load_state_dict(own)
+                engine.strategy.join_run(progress["strategy"])
+        engine.strategy.agree_again()
         move_batchnorms(self.training.model, comm)
         self.session.lost_residuals += self._mirror.members_changed(engine, comm, self.session.membership.epoch)
-        self._source.split_again(comm.rank, comm.world_size)
+        self._split_again(comm)
+
+    def _split_again(self, comm: Communicator) -> None:
+        """Split the data among these ranks. Blocks: all ranks call it."""
+        loader, begin = self._point.loader, None
+        assert self.engine is not None, "it was attached"
+        if self.engine.trains_apart:  # see [Note: members that train apart]
+            place = None if loader is None else loader.place()
+            own = None if place is None else [place["epoch"], place["position"]]
+            places = [tuple(each) for each in all_gather_object(comm, own) if each is not None]
+            begin = max(places, default=None)
+        self._source.split_again(comm.rank, comm.world_size, trained=loader, begin=begin)
 
     # -- what the user sees ---------------------------------------------------------------------------------------
 

@@ -140,6 +140,7 @@ class Change:
     at_s: float = 0.0  # when it was over: seconds since 1970
     history: str = "0"  # another one on a side of a partition, such as "7@node1"
     merge: Merge | None = None  # of the sides of a partition
+    lost_steps: int = 0  # that lost members have trained on their own since their last exchange, at most
 
     @property
     def num_members(self) -> int:
@@ -177,7 +178,10 @@ class Change:
         workers = "1 worker" if self.num_members == 1 else f"{self.num_members} workers"
         side = "" if self.history == "0" else f" of history {self.history}"
         text = f"epoch {self.epoch}{side} with {workers}: {', '.join(events) or 'the same ones'}"
-        text += f"; {'a step is done again' if self.discarded else 'no step is lost'}; stalled {self.stalled_s:.2f} s"
+        result = "a step is done again" if self.discarded else "no step is lost"
+        if self.lost_steps:
+            result = f"at most {self.lost_steps} steps since the last exchange are lost"
+        text += f"; {result}; stalled {self.stalled_s:.2f} s"
         named = {"agreeing": self.agreeing_s, "connecting": self.connecting_s}
         named |= {"restoring": self.restoring_s, "attaching": self.attaching_s}
         parts = ", ".join(f"{name} {value_s:.2f}" for name, value_s in named.items() if value_s >= 0.005)

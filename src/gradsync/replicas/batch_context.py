@@ -49,8 +49,12 @@ class Rewindable(Protocol):
         """Have the loop that runs go on from another place."""
         ...
 
-    def split_again(self, rank: int, world_size: int) -> None:
-        """Split every later step into the parts of so many ranks."""
+    def go_on(self) -> None:
+        """Have the loop that runs go on, if it was about to end."""
+        ...
+
+    def split_again(self, rank: int, world_size: int, *, begin: tuple[int, int] | None = None) -> None:
+        """Split every later step into the parts of so many ranks; ``begin``: from this epoch and position on."""
         ...
 
 
@@ -99,10 +103,15 @@ class BatchSource:
         """Tell a loader when the number of ranks changes."""
         self._loaders.add(loader)
 
-    def split_again(self, rank: int, world_size: int) -> None:
-        """An elastic run has other members: every loader splits its steps among them."""
+    def split_again(
+        self, rank: int, world_size: int, *, trained: Rewindable | None = None, begin: tuple[int, int] | None = None
+    ) -> None:
+        """An elastic run has other members: every loader splits its steps among them.
+
+        ``trained``: the loader that is being trained from; it does so from the place ``begin`` on.
+        """
         for loader in list(self._loaders):
-            loader.split_again(rank, world_size)
+            loader.split_again(rank, world_size, begin=begin if loader is trained else None)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:

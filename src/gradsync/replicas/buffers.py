@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -58,6 +59,25 @@ class BufferSync:
             self._small = StagedTensors(small)
         self._small.copy_from(src, self._comm)
         copy_tensors(self._comm, [buffer for buffer in copied if buffer.nbytes > STAGED_BYTES], src)
+        self._remember(buffers)
+
+    @contextlib.contextmanager
+    def unchanged_on_error(self) -> Iterator[None]:
+        """If the block raises, the buffers are what they were before it."""
+        buffers = self._tree.buffers()
+        before = [buffer.detach().clone() for buffer in buffers]
+        try:
+            yield
+        except BaseException:
+            for buffer, saved in zip(buffers, before, strict=True):
+                buffer.data.copy_(saved)
+            raise
+
+    def merge(self, share: float) -> None:
+        """Overwrite the buffers with their mean over all ranks, where they have one; ``share``: this rank's. Blocks."""
+        buffers = self._tree.buffers()
+        self._average([buffer for buffer in buffers if buffer.is_floating_point()], share)
+        copy_tensors(self._comm, [buffer for buffer in buffers if not buffer.is_floating_point()], 0)
         self._remember(buffers)
 
     def _average(self, buffers: list[Tensor], share: float) -> None:

@@ -208,6 +208,7 @@ class Auto(Strategy):
         before, self._inner = self._inner, spec.parse(strategy, "strategy")
         before.close()
         self._inner.recorder = self._recorder
+        self._inner.elastic_session, self._inner.undoable = self.elastic_session, self.undoable
         assert self._training is not None, "setup() comes first"
         self._inner.setup(self._training)
         self._inner.attach(self.plan, self.comm)
@@ -224,8 +225,18 @@ class Auto(Strategy):
     def recorder(self, recorder: Recording) -> None:
         self._recorder = self._inner.recorder = recorder
 
+    @property
+    def change_agreed(self) -> bool:
+        return self._inner.change_agreed
+
+    @change_agreed.setter
+    def change_agreed(self, agreed: bool) -> None:
+        self._inner.change_agreed = agreed
+
     def setup(self, training: Training) -> None:
         self._training = training
+        for strategy in [self._inner, *([] if isinstance(self._allow, str) else self._allow)]:
+            strategy.elastic_session, strategy.undoable = self.elastic_session, self.undoable
         self._inner.setup(training)
         for strategy in [] if isinstance(self._allow, str) else self._allow:
             strategy.setup(training)  # so that it refuses what it can't do now, and not in the middle of a run
@@ -282,8 +293,11 @@ class Auto(Strategy):
         self._timer.drop_step()
         return self._inner.accept_step(shared["inner"])
 
-    def retry_exchange(self) -> None:
-        """Also agree on the decision: some ranks may have switched when a lost peer interrupted the others."""
+    def commit_number(self, step: int) -> int:
+        return self._inner.commit_number(step)
+
+    def agree_again(self) -> None:
+        """Agree on the decision: some ranks may have switched when a lost peer interrupted the others."""
         decision = [spec.render(self._inner), self._why, self.wanted_bucket_bytes] if self._decided else None
         decisions = [each for each in all_gather_object(self.comm, decision) if each is not None]
         if decisions and not self._decided:
@@ -291,7 +305,26 @@ class Auto(Strategy):
             if strategy != spec.render(self._inner):
                 self._switch(strategy, None)
             self._decided, self.wanted_bucket_bytes = True, bucket_bytes
+        self._inner.agree_again()
+
+    def retry_exchange(self) -> None:
         self._inner.retry_exchange()
+
+    def steps_since_exchange(self) -> int:
+        return self._inner.steps_since_exchange()
+
+    def state_for_newcomer(self) -> dict[str, Any]:
+        return {**self.state_dict(), "inner": self._inner.state_for_newcomer()}
+
+    def join_run(self, state: dict[str, Any]) -> None:
+        self._load_decision(state)
+        self._inner.join_run(state["inner"])
+
+    def diverge_obstacle(self) -> str:
+        return self._inner.diverge_obstacle()
+
+    def merge_sides(self, comm: Communicator, share: float) -> float:
+        return self._inner.merge_sides(comm, share)
 
     def shared_state(self) -> dict[str, Any]:
         return {"inner": self._inner.shared_state()}
@@ -301,6 +334,9 @@ class Auto(Strategy):
 
     def join(self) -> int | None:
         return self._inner.join()
+
+    def joined(self) -> None:
+        self._inner.joined()
 
     def stats(self) -> dict[str, Any]:
         return {**self._inner.stats(), "auto": self._why, "chosen": spec.render(self._inner)}
@@ -324,6 +360,10 @@ class Auto(Strategy):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if set(state) != {"chosen", "why", "algorithms", "inner"}:
             raise ValueError(f"expected the state of auto; got {sorted(state)}. Saved by another strategy?")
+        self._load_decision(state)
+        self._inner.load_state_dict(state["inner"])
+
+    def _load_decision(self, state: dict[str, Any]) -> None:
         if state["chosen"] is not None:  # the decision stays; the buckets come with the engine's state
             self._decided, self._why = True, state["why"]
             if state["algorithms"] is not None:
@@ -332,7 +372,6 @@ class Auto(Strategy):
             if state["chosen"] != spec.render(self._inner):
                 self._switch(state["chosen"], None)
                 self.wanted_bucket_bytes = None
-        self._inner.load_state_dict(state["inner"])
 
     def redistribute(self, states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
         inner = self._inner

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gradsync import spec
 from gradsync.buckets.bucket import BUCKET_BYTES, BucketPlan
 from gradsync.comm.base import Communicator
+from gradsync.elastic.session import Session
 from gradsync.profiling.interface import NOT_RECORDING, Recording
 from gradsync.replicas.header import Header
 from gradsync.replicas.training import Training
@@ -59,6 +60,9 @@ class Strategy(abc.ABC):
     wanted_bucket_bytes: int | None = None  # set on all ranks after the same step: buckets are made this large
     slices_buckets: bool = False  # every rank owns a slice of each bucket, and its gradients may be the mean only there
     recorder: Recording = NOT_RECORDING  # records the times of events
+    elastic_session: Session | None = None  # of the elastic run that it is part of
+    undoable: bool = False  # a lost peer may interrupt it, and it goes on with others: see discard_step()
+    change_agreed: bool = False  # set on all ranks alike: the members of the elastic run change before the next step
 
     def __init__(self) -> None:
         self.plan: BucketPlan
@@ -133,8 +137,37 @@ class Strategy(abc.ABC):
         """
         return []
 
+    def commit_number(self, step: int) -> int:
+        """How far this rank is, to compare it with others after a loss; ``step``: the backwards that it has ended.
+
+        Ranks with the same number have committed the same. Strategies whose ranks train apart count exchanges, from
+        ``APART`` on: see [Note: members that train apart] in elastic/membership.py.
+        """
+        return step
+
+    def agree_again(self) -> None:  # noqa: B027 - most have agreed when they were made
+        """After ``attach`` with other ranks: agree on what ranks decide alike. All ranks call it. Blocks."""
+
     def retry_exchange(self) -> None:  # noqa: B027 - an interrupted backward is run again by the training loop
-        """After ``attach`` with other ranks: do what was interrupted outside of backwards again. All ranks call it."""
+        """Do what a lost peer has interrupted outside of backwards again, after ``attach`` with other ranks. Blocks.
+
+        Each rank calls it in its own time, where it was interrupted; also one that was not in an exchange.
+        """
+
+    def steps_since_exchange(self) -> int:
+        """The last steps that other ranks know nothing of: what is lost with this one."""
+        return 0
+
+    def state_for_newcomer(self) -> dict[str, Any]:
+        """What a worker that joins needs of this strategy's state, for its ``join_run``."""
+        return self.state_dict()
+
+    def join_run(self, state: dict[str, Any]) -> None:
+        """Begin in the middle of a run, with what ``state_for_newcomer`` has returned on another rank."""
+        # As rank 1 of 2, of which rank 0 has all: a newcomer has no residual of its own.
+        self.load_state_dict(self.redistribute([state], 1, 2))
+
+    # -- a partition, where both sides go on ----------------------------------------------------------------------
 
     def diverge_obstacle(self) -> str:
         """Why the two sides of a partition may not both go on; empty if they may, and ``merge_sides`` merges them."""
@@ -144,12 +177,12 @@ class Strategy(abc.ABC):
         )
 
     def merge_sides(self, comm: Communicator, share: float) -> float:
-        """Two sides of a partition meet: make their states one, each rank's with the weight ``share``. Blocks.
+        """Merge the states of two sides that have both gone on, after ``attach``. All ranks call it. Blocks.
 
-        Called on all members after ``attach``. Anchors, momenta, buffers and weights become the weighted mean. Returns
-        the distance by which this rank's anchor has moved.
+        ``share``: by how much this rank's state counts; the shares of all ranks sum to 1. Returns how far the state
+        that its side has shared has moved: the norm of the difference.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not merge the sides of a partition")
+        raise ValueError(f"two sides can't be merged: {self.diverge_obstacle()}.")
 
     def shared_state(self) -> dict[str, Any]:
         """The part of ``state_dict()`` that is the same on every rank."""

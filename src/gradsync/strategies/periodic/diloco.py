@@ -41,6 +41,10 @@ class DiLoCo(Periodic):
         inner_warmup: steps over which the inner learning rate warms up. Higher => a safer start. Default: two rounds;
             none if ``rate`` has its default too and the optimizer is not of Adam's kind. Set 0 if the script has a
             warm-up of its own.
+        quorum: in an elastic run: with so many workers an exchange begins without the others, ``grace_s`` after they
+            have come. Who is late takes part in the next one, with all its samples. Lower => no waiting for
+            stragglers. Default: all wait for all.
+        grace_s: how long a quorum waits for the others. Higher => fewer are late.
 
     >>> import gradsync, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -68,6 +72,8 @@ class DiLoCo(Periodic):
         overlap: int | None = None,
         rate: Rate | None = None,
         inner_warmup: int | None = None,
+        quorum: int | None = None,
+        grace_s: float = 0.0,
     ) -> None:
         if not (math.isfinite(outer_lr) and outer_lr > 0):
             raise ValueError(f"outer_lr must be above 0; got {outer_lr=}.")
@@ -88,6 +94,8 @@ class DiLoCo(Periodic):
             rates=self.rates,
             rate=rate,
             inner_warmup=WARMUP_ROUNDS * every if inner_warmup is None else inner_warmup,
+            quorum=quorum,
+            grace_s=grace_s,
         )
         self.inner_warmup = inner_warmup
         self.outer_lr = outer_lr
@@ -107,6 +115,8 @@ class DiLoCo(Periodic):
             "overlap": self.overlap,
             "rate": self._inner_rate.rate,
             "inner_warmup": self.inner_warmup,
+            "quorum": self.quorum,
+            "grace_s": self.grace_s,
         }
 
     def rates(self, step: int) -> tuple[float, float]:

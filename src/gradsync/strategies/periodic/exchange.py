@@ -4,10 +4,17 @@ A rank's difference is ``anchor - weights``: what its steps since the last excha
 gradient. An outer step subtracts the mean difference from the anchor. Differences are small and centred, so every codec
 works on them; what a codec leaves out is fed back into the next exchange.
 
-An exchange of a fragment is ``prepare``, ``run`` and ``apply``.
+An exchange of a fragment is ``prepare``, ``reduce``, ``commit`` and ``apply``. Only ``reduce`` communicates.
 
-[Note: which thread touches what] ``prepare`` and ``apply`` touch the weights and belong to the training thread. ``run``
-touches only anchors, momenta and the exchange's buckets, so it may run in a thread of its own beside the steps.
+[Note: which thread touches what] ``prepare`` and ``apply`` touch the weights and belong to the training thread.
+``reduce`` and ``commit`` touch only anchors, momenta and the exchange's buckets, so they may run in a thread of their
+own beside the steps.
+
+[Note: an exchange is undone or kept] A lost peer may interrupt ``reduce``. Until ``commit`` nothing has changed but the
+second copies of the reducer's state, so ``discard`` undoes all of it; this rank's differences stay, to be sent again.
+If another rank has committed the exchange, ``accept`` keeps it here: the anchors are that rank's, and this rank's
+residual is that of what it has sent. A rank that was not part of the exchange ``catch_up``s instead: its weights keep
+their difference, on top of the new anchors.
 """
 
 from __future__ import annotations
@@ -26,6 +33,7 @@ from gradsync.buckets.bucket import Bucket, BucketPlan, plan_buckets
 from gradsync.buckets.slot import Slot
 from gradsync.codecs.base import compute_dtype
 from gradsync.comm.base import Communicator, Work
+from gradsync.comm.objects import broadcast_object
 from gradsync.errors import NonFiniteGradient
 from gradsync.reducers.base import Reducer
 from gradsync.reducers.plain import Plain
@@ -62,6 +70,12 @@ class WeightExchange:
         self.anchors: dict[str, Parameter] = {}
         self.momenta: dict[str, Tensor] = {}
         self.square_distances = [0.0] * num_fragments  # by fragment: of the weights from the mean, at the last exchange
+        self.undoable = False  # a lost peer may interrupt it: see [Note: an exchange is undone or kept]
+        self._reduced: tuple[float, float] = (0.0, 0.0)  # after `reduce`: this rank's share, and its square distance
+        self.rank_then = 0  # this rank in the last `reduce`
+        # While this rank visits a group of some: what it has for exchanges of all.
+        self._of_all_ranks: tuple[Communicator, BucketPlan, list[list[Bucket]], dict[int, Tensor]] | None = None
+        self._sent: set[int] = set()  # the buckets of which this rank has started all collectives
         self._rates = rates or plain_averaging
         self._keeps_residual = keeps_residual
         self._residual_scale = [0.0] * num_fragments  # by fragment: from the reducer's residual to this rank's weights
@@ -120,6 +134,41 @@ class WeightExchange:
                 for slot in bucket.slots:
                     self._differences[slot.name] = slot.shaped(flat[_slice_of(slot)])
 
+    def move_to(self, comm: Communicator) -> None:
+        """Go on with other ranks, in new buckets: a slow peer may still write into the old ones."""
+        before = self.comm
+        self._change_ranks(comm)
+        before.abandon()
+
+    def visit(self, group: Communicator) -> None:
+        """Exchange with some of the ranks only, until ``leave``. Blocks: those ranks call it."""
+        self._of_all_ranks = self.comm, self._plan, self._buckets, self._flat_differences
+        self._change_ranks(group)
+
+    def leave(self) -> None:
+        """Exchange with all ranks again, in the buckets of before: new ones would have to be made by all ranks."""
+        self.forget_group()
+        self.reducer.attach(self._plan, self.comm)
+        self._plain.attach(self._plan, self.comm)
+        self._differences = {
+            slot.name: slot.shaped(self._flat_differences[bucket.index][_slice_of(slot)])
+            for bucket in self._plan.buckets
+            for slot in bucket.slots
+        }
+
+    def forget_group(self) -> None:
+        """As ``leave``, after a lost peer: ``move_to`` comes next."""
+        if self._of_all_ranks is not None:
+            self.comm, self._plan, self._buckets, self._flat_differences = self._of_all_ranks
+            self._of_all_ranks = None
+
+    def _change_ranks(self, comm: Communicator) -> None:
+        self.comm = comm
+        differences = [(part, flat.clone()) for part, flat in self._flat_differences.items()]
+        self.track(self._params)
+        for index, flat in differences:
+            self._flat_differences[index].copy_(flat)
+
     def reset_anchors(self) -> None:
         """Set the anchors to the current weights, which must be the same on all ranks."""
         with torch.no_grad():
@@ -173,22 +222,116 @@ class WeightExchange:
                 if slot.name in unsent:
                     values[slot.name].add_(unsent[slot.name], alpha=-self._residual_scale[fragment])
 
-    def run(self, fragment: int, headers: ExchangeHeaders) -> None:
-        """Average the differences and take the outer step: the anchors move, the weights do not yet. Blocks."""
+    def reduce(self, fragment: int, headers: ExchangeHeaders) -> None:
+        """Average the differences. Blocks."""
+        self.rank_then = self.comm.rank
         share = headers.share(self.comm.rank, fragment)
         self._average(fragment, share, self.reducer)
-        self._residual_scale[fragment] = 1 / share if share else 0.0
         buckets = self._buckets[fragment]
         with torch.no_grad():
             square = sum(float(torch.dist(self._flat_differences[b.index], b.buffer)) ** 2 for b in buckets)
-            if not math.isfinite(square):
-                self._refuse_nonfinite(buckets)
+        if not math.isfinite(square):
+            self.reducer.end_step(finite=not self.reducer.nonfinite)
+            self._refuse_nonfinite(buckets)
+        self._reduced = share, square
+
+    def commit(self, fragment: int) -> None:
+        """Take the outer step with the mean that ``reduce`` made: the anchors move, the weights do not yet."""
+        share, square = self._reduced
+        self.reducer.end_step(finite=not self.reducer.nonfinite)
+        self._residual_scale[fragment] = 1 / share if share else 0.0
+        buckets = self._buckets[fragment]
+        with torch.no_grad():
             lr, momentum = self._rates(self.rounds[fragment])
             for slot in _slots_of(buckets):
                 self._outer_step(slot, lr, momentum)
         self.square_distances[fragment] = square
         self.rounds[fragment] += 1
         self.num_bytes = self._count_bytes()  # a codec may change with time; only this thread uses the reducer now
+
+    def discard(self) -> None:
+        """Undo a ``reduce`` that did not end, or was not committed. No thread may run it any more."""
+        self.reducer.discard()
+        self._plain.discard()
+
+    def accept(self, fragment: int, share: float, shared: Mapping[str, Any]) -> list[str]:
+        """Keep an exchange that another rank has committed, and ``reduce`` has not ended here; before ``move_to``.
+
+        ``share``: this rank's in it. ``shared``: the ``shared_state`` of the other rank. What is left to do here is to
+        ``apply`` it. Returns the parameters whose residual could not be kept.
+        """
+        buckets = self._buckets[fragment]
+        unsent = {slot.name for bucket in buckets if bucket.index not in self._sent for slot in bucket.slots}
+        lost = self.reducer.accept(dict(shared["reducer"]), unsent)
+        self._residual_scale[fragment] = 1 / share if share else 0.0
+        with torch.no_grad():
+            for slot in _slots_of(buckets):
+                update = torch.sub(shared["anchors"][slot.name], self.anchors[slot.name])
+                self._differences[slot.name].add_(update)
+        self._take_over(shared)
+        return lost
+
+    def catch_up(self, shared: Mapping[str, Any]) -> None:
+        """Take over newer anchors: the weights keep their difference, on top of them."""
+        with torch.no_grad():
+            for name, anchor in self.anchors.items():
+                param = self._params[name]
+                param.add_(torch.sub(shared["anchors"][name], anchor).to(param.dtype))
+        self._take_over(shared)
+        self._share_reducer(shared["reducer"])
+
+    def _take_over(self, shared: Mapping[str, Any]) -> None:
+        self.rounds = [int(count) for count in shared["rounds"]]
+        with torch.no_grad():
+            for name, anchor in self.anchors.items():
+                anchor.copy_(shared["anchors"][name])
+        self.momenta = {
+            name: torch.empty_like(self.anchors[name]).copy_(saved) for name, saved in shared["momenta"].items()
+        }
+
+    def _share_reducer(self, shared: Mapping[str, Any]) -> None:
+        """Give the reducer the state that another rank shares; this rank's residual stays its own."""
+        mine = self.reducer.state_dict()
+        if not mine:
+            return
+        own = dict(mine.get("own", {}))
+        if "estimates" in own:  # EF21's belong to the sum that all ranks share, which begins anew
+            own["estimates"] = {}
+        self.reducer.load_state_dict({**shared, "own": own} if "own" in mine else dict(shared))
+
+    def shared_state(self) -> dict[str, Any]:
+        """What is the same on all ranks: anchors, momenta, outer steps, and the reducer's part of it."""
+        return {
+            "rounds": list(self.rounds),
+            "anchors": {name: anchor.detach() for name, anchor in self.anchors.items()},
+            "momenta": dict(self.momenta),
+            "reducer": {key: value for key, value in self.reducer.state_dict().items() if key != "own"},
+        }
+
+    def merge(self, comm: Communicator, share: float) -> float:
+        """Make anchors and momenta their mean over ranks that hold different ones; the weights keep their differences.
+
+        ``share``: this rank's part of the mean; they sum to 1. Returns how far this rank's anchors have moved. Blocks.
+        """
+        square = 0.0
+        reducer = broadcast_object(comm, self.shared_state()["reducer"] if comm.rank == 0 else None, 0)
+        with torch.no_grad():
+            for name, anchor in self.anchors.items():
+                mean = (anchor * share).contiguous()
+                comm.all_reduce(mean).wait()
+                move, param = mean - anchor, self._params[name]
+                square += float(torch.linalg.vector_norm(move)) ** 2
+                param.add_(move.to(param.dtype))
+                anchor.copy_(mean)
+            for name, momentum in self._saved_momenta().items():
+                momentum.mul_(share)
+                comm.all_reduce(momentum).wait()
+                self.momenta[name] = momentum
+        rounds = torch.tensor(self.rounds)
+        comm.all_reduce(rounds, op="max").wait()
+        self.rounds = [int(count) for count in rounds.tolist()]
+        self._share_reducer(reducer)
+        return math.sqrt(square)
 
     def _outer_step(self, slot: Slot, lr: float, momentum: float) -> None:
         """Nesterov's momentum on the mean difference: ``m = µm + d; anchor -= lr (d + µm)``."""
@@ -215,28 +358,37 @@ class WeightExchange:
 
     def settle(self, headers: ExchangeHeaders) -> None:
         """Set the weights on all ranks to their uncompressed mean; anchors and momenta stay. Blocks."""
+        means: dict[str, Tensor] = {}  # where a lost peer may interrupt it: no weight is set before all are known
         for fragment in range(self.num_fragments):
             has_samples = any(header.samples[fragment] for header in headers.headers)
             share = headers.share(self.comm.rank, fragment) if has_samples else 1 / self.comm.world_size
             self.prepare(fragment, whole=True)
             self._average(fragment, share, self._plain)
+            self._plain.end_step(finite=not self._plain.nonfinite)
             with torch.no_grad():
                 for slot in _slots_of(self._buckets[fragment]):
                     mean = torch.sub(self.anchors[slot.name], slot.view, out=slot.view)
-                    self._params[slot.name].copy_(mean)
+                    if self.undoable:
+                        means[slot.name] = mean.clone()
+                    else:
+                        self._params[slot.name].copy_(mean)
+        with torch.no_grad():
+            for name, mean in means.items():
+                self._params[name].copy_(mean)
 
     def _average(self, fragment: int, share: float, reducer: Reducer) -> None:
         buckets = self._buckets[fragment]
         with torch.no_grad():
             for bucket in buckets:
                 bucket.factor = share
+                bucket.may_roll_back = self.undoable
                 bucket.flags.fill_(1.0)
                 if share:
                     torch.mul(self._flat_differences[bucket.index], share, out=bucket.buffer)
                 else:
                     bucket.buffer.zero_()  # not multiplied by 0: a NaN of a rank without a share must not spoil the sum
-        reduce_buckets(reducer, buckets, self.comm)
-        reducer.end_step(finite=not reducer.nonfinite)
+        self._sent = set()
+        reduce_buckets(reducer, buckets, self.comm, self._sent)
 
     def _refuse_nonfinite(self, buckets: Sequence[Bucket]) -> None:
         odd = next(slot.name for slot in _slots_of(buckets) if not bool(torch.isfinite(slot.view).all()))
@@ -328,11 +480,23 @@ def split_into_fragments(params: Mapping[str, Parameter], num_fragments: int) ->
     return [[name for name in params if fragment_of[name] == part] for part in range(num_fragments)]
 
 
-def reduce_buckets(reducer: Reducer, buckets: Sequence[Bucket], comm: Communicator) -> None:
-    """Reduce buckets that are all ready, stage by stage, in the same order on all ranks. Blocks."""
-    running = [(generator := reducer.reduce(bucket, comm), next(generator)) for bucket in buckets]
-    for _ in range(1, reducer.stages_on(comm)):
-        running = [(generator, _next_stage(generator, work)) for generator, work in running]
+def reduce_buckets(reducer: Reducer, buckets: Sequence[Bucket], comm: Communicator, sent: set[int]) -> None:
+    """Reduce buckets that are all ready, stage by stage, in the same order on all ranks. Blocks.
+
+    ``sent`` gets the indices of the buckets of which all collectives were started.
+    """
+    running: list[tuple[Iterator[Work], Work]] = []
+    last = reducer.stages_on(comm) - 1
+    for stage in range(last + 1):
+        for place, bucket in enumerate(buckets):
+            if stage == 0:
+                generator = reducer.reduce(bucket, comm)
+                running.append((generator, next(generator)))
+            else:
+                generator, work = running[place]
+                running[place] = generator, _next_stage(generator, work)
+            if stage == last:
+                sent.add(bucket.index)
     for generator, work in running:
         work.wait()
         rest = next(generator, None)

@@ -27,6 +27,9 @@ class ExchangeHeader:
     buffers_changed: bool  # a buffer of the model was written since the last exchange
     every: int  # steps to this rank's next exchange of the fragment
     loaded: int  # digest of the weights that were loaded into the model since the last exchange; 0: none were
+    exchanges: int = 0  # that this rank's anchors have seen; a late rank's are older
+    wants_change: bool = False  # in an elastic run: a worker waits to join, or this one leaves
+    has_settled: bool = False  # it holds the mean of a settling that a lost peer has interrupted since
     samples: tuple[float, ...]  # by fragment: the samples since its last exchange
 
     def pack(self) -> torch.Tensor:
@@ -34,9 +37,11 @@ class ExchangeHeader:
         return torch.tensor([*map(float, plain), *samples], dtype=torch.float64)
 
     @staticmethod
-    def unpack(values: Sequence[float]) -> ExchangeHeader:
-        plain = {name: kind(value) for (name, kind), value in zip(SCALAR_FIELDS.items(), values, strict=False)}
-        return ExchangeHeader(**plain, samples=tuple(values[len(SCALAR_FIELDS) :]))
+    def unpack(values: Sequence[float], num_fragments: int) -> ExchangeHeader:
+        """The header that ``pack`` made; states that older versions have saved lack the last plain fields."""
+        first = len(values) - num_fragments
+        plain = {name: kind(value) for (name, kind), value in zip(SCALAR_FIELDS.items(), values[:first], strict=False)}
+        return ExchangeHeader(**plain, samples=tuple(values[first:]))
 
 
 SCALAR_FIELDS = {
@@ -53,13 +58,18 @@ class ExchangeHeaders:
     headers: tuple[ExchangeHeader, ...]
 
     @staticmethod
-    def gather(header: ExchangeHeader, comm: Communicator) -> ExchangeHeaders:
-        """All-gather the ranks' headers; raises OutOfStep, on every rank, if they do not match. Blocks."""
+    def gather(header: ExchangeHeader, comm: Communicator, *, decoupled: bool = False) -> ExchangeHeaders:
+        """All-gather the ranks' headers; raises OutOfStep, on every rank, if they do not match. Blocks.
+
+        ``decoupled``: ranks may be late, so their steps and learning rates may differ.
+        """
         own = header.pack()
         gathered = torch.empty(comm.world_size, len(own), dtype=torch.float64)
         comm.all_gather(own, out=gathered).wait()
-        headers = ExchangeHeaders(tuple(ExchangeHeader.unpack(values) for values in gathered.tolist()))
-        headers.check()
+        headers = ExchangeHeaders(
+            tuple(ExchangeHeader.unpack(values, len(header.samples)) for values in gathered.tolist())
+        )
+        headers.check(decoupled=decoupled)
         return headers
 
     @property
@@ -84,12 +94,27 @@ class ExchangeHeaders:
     def buffers_changed(self) -> bool:
         return any(header.buffers_changed for header in self.headers)
 
+    @property
+    def change_wanted(self) -> bool:
+        """Whether the members of an elastic run change after this exchange."""
+        return any(header.wants_change for header in self.headers)
+
+    @property
+    def newest_rank(self) -> int:
+        """The first rank that has seen the most exchanges."""
+        exchanges = [header.exchanges for header in self.headers]
+        return exchanges.index(max(exchanges))
+
+    @property
+    def someone_is_late(self) -> bool:
+        return len({header.exchanges for header in self.headers}) > 1
+
     def share(self, rank: int, fragment: int) -> float:
         """A rank's weight in the mean, by samples."""
         total = sum(header.samples[fragment] for header in self.headers)
         return self.headers[rank].samples[fragment] / total if total else 0.0
 
-    def check(self) -> None:
+    def check(self, *, decoupled: bool = False) -> None:
         for name, what, hint in (
             ("fingerprint", "set of trained parameters", "Were parameters frozen or unfrozen on some ranks only?"),
             (
@@ -105,6 +130,8 @@ class ExchangeHeaders:
                 "Has its learning rate taken another course? Pass scheduler= to synchronize().",
             ),
         ):
+            if decoupled and name in ("clock", "hyperparameters"):
+                continue
             # A rank without data has missed steps, and names no fragment: only its fingerprint must match.
             seen = {
                 rank: getattr(header, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 from gradsync import spec
@@ -43,6 +44,10 @@ class LocalSGD(Periodic):
         reducer: how differences become their mean, where a codec is not enough: ``powersgd(rank=4)``.
         rate: "sqrt" multiplies the learning rate by √n while n ranks step on their own. For Adam and its like, whose
             steps are shorter for a rank's own, smaller batch than for the joined one. "same" leaves it as it is.
+        quorum: in an elastic run: with so many workers an averaging begins without the others, ``grace_s`` after they
+            have come. Who is late takes part in the next one, with all its samples. Lower => no waiting for
+            stragglers. Default: all wait for all.
+        grace_s: how long a quorum waits for the others. Higher => fewer are late.
 
     >>> import gradsync, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -62,8 +67,18 @@ class LocalSGD(Periodic):
         codec: CodecRule | None = None,
         reducer: Reducer | str | None = None,
         rate: Rate = "same",
+        quorum: int | None = None,
+        grace_s: float = 0.0,
     ) -> None:
-        super().__init__(every=every, codec=codec, reducer=reducer, keeps_residual=True, rate=rate)
+        super().__init__(
+            every=every,
+            codec=codec,
+            reducer=reducer,
+            keeps_residual=True,
+            rate=rate,
+            quorum=quorum,
+            grace_s=grace_s,
+        )
         if exact_steps < 0:
             raise ValueError(f"exact_steps is a number of steps, 0 or more; got {exact_steps=}.")
         if schedule not in SCHEDULES:
@@ -92,6 +107,8 @@ class LocalSGD(Periodic):
             "optimizer_state": self.optimizer_state,
             **self._reducer_arguments(),
             "rate": self._inner_rate.rate,
+            "quorum": self.quorum,
+            "grace_s": self.grace_s,
         }
 
     def _reducer_arguments(self) -> dict[str, Any]:
@@ -136,6 +153,7 @@ class LocalSGD(Periodic):
         if step >= self.exact_steps and self._everyone_has_data:
             self.in_exact_phase = False
             self._next_exchange = [step + self.every_now()]
+            self._exchanged_at = [step]
             self._load_watcher.reset()  # the anchors are set to the current weights now
             if self._exchange is not None:
                 self._exchange.reset_anchors()
@@ -157,19 +175,60 @@ class LocalSGD(Periodic):
     def _current_rates(self) -> list[float]:
         return [abs(float(group["lr"])) for group in self._training.optimizer.param_groups]
 
-    def _end_exchange(self, fragment: int, headers: ExchangeHeaders) -> None:
-        super()._end_exchange(fragment, headers)
+    def _average_beside(self, headers: ExchangeHeaders, fragment: int) -> Callable[[], None]:
+        commit = None
         if self.optimizer_state == "average":
-            shares = [headers.share(rank, fragment) for rank in range(self.comm.world_size)]
-            average_state(self._training.optimizer, shares, self.comm)
+            assert self._exchange is not None
+            shares = [headers.share(rank, fragment) for rank in range(len(headers.headers))]
+            commit = average_state(self._training.optimizer, shares, self._exchange.comm)
+        beside = super()._average_beside(headers, fragment)
+        return commit or beside
 
     def settle(self) -> None:
         if not self.in_exact_phase:
             super().settle()
 
+    # -- a lost peer: in the exact phase the transaction is the step ----------------------------------------------
+
+    def commit_number(self, step: int) -> int:
+        return step if self.in_exact_phase else super().commit_number(step)
+
     def discard_step(self) -> None:
         self._exact.discard_step()
         super().discard_step()
+
+    def accept_step(self, shared: dict[str, Any]) -> list[str]:
+        if not self.in_exact_phase:
+            return super().accept_step(shared)
+        self._clock, self._peak_rates = int(shared["clock"]), list(shared["peaks"])
+        return self._exact.accept_step({"reducer": {}})
+
+    def retry_exchange(self) -> None:
+        if not self.in_exact_phase:
+            super().retry_exchange()
+
+    def steps_since_exchange(self) -> int:
+        return 0 if self.in_exact_phase else super().steps_since_exchange()
+
+    def shared_state(self) -> dict[str, Any]:
+        if self.in_exact_phase:
+            return {"clock": self._clock, "peaks": list(self._peak_rates)}
+        return super().shared_state()
+
+    def join_run(self, state: dict[str, Any]) -> None:
+        if state["together"]:
+            self._interrupted = None
+            self.load_state_dict({key: value for key, value in state.items() if key != "shared"})
+        else:
+            super().join_run(state)
+
+    def state_for_newcomer(self) -> dict[str, Any]:
+        return {**self.state_dict(), "shared": {}} if self.in_exact_phase else super().state_for_newcomer()
+
+    def diverge_obstacle(self) -> str:
+        if self.in_exact_phase:
+            return f"its first {self.exact_steps} steps are exact: {super(Periodic, self).diverge_obstacle()}"
+        return super().diverge_obstacle()
 
     # -- statistics and state -------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -22,9 +22,10 @@ def averaged_values(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, str
                 yield number, name, value
 
 
-def average_state(optimizer: torch.optim.Optimizer, shares: Sequence[float], comm: Communicator) -> None:
-    """Overwrite each tensor with its mean over the ranks that have it, weighted by ``shares``. Blocks.
+def average_state(optimizer: torch.optim.Optimizer, shares: Sequence[float], comm: Communicator) -> Callable[[], None]:
+    """Compute each tensor's mean over the ranks that have it, weighted by ``shares``. Blocks.
 
+    Returns a function that overwrites the tensors with it: a lost peer may interrupt this one, and changes nothing.
     A rank on which a parameter had no gradient yet has no state for it, and is given none.
     """
     mine = {(number, name): value for number, name, value in averaged_values(optimizer)}
@@ -47,7 +48,12 @@ def average_state(optimizer: torch.optim.Optimizer, shares: Sequence[float], com
         else:
             given = (value * (shares[comm.rank] / total)).contiguous()
         works.append((comm.all_reduce(torch.view_as_real(given) if given.is_complex() else given), given, value))
-    for work, given, value in works:
+    for work, _, _ in works:
         work.wait()
-        if value is not None:
-            value.copy_(given)
+
+    def commit() -> None:
+        for _, given, value in works:
+            if value is not None:
+                value.copy_(given)
+
+    return commit

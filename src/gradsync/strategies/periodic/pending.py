@@ -4,16 +4,43 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from gradsync.strategies.periodic.headers import ExchangeHeaders
+from gradsync.errors import CollectiveFailed
+from gradsync.strategies.periodic.headers import ExchangeHeader, ExchangeHeaders
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counters:
+    """What a rank has counted for a fragment before and after an exchange began: to undo it, and to repeat it."""
+
+    due_before: int  # the step at which the exchange was due
+    due_after: int
+    samples_before: float  # up to its last exchange
+    samples_after: float
 
 
 class PendingExchange:
-    """A fragment's exchange that is running, or done and not applied yet. ``apply_at``: the step after which it is."""
+    """A fragment's exchange that is running, or done and not applied yet. ``apply_at``: the step after which it is.
 
-    def __init__(self, fragment: int, apply_at: int) -> None:
+    ``header`` and ``counters``: this rank's; None for one that was loaded from saved state.
+    """
+
+    def __init__(
+        self,
+        fragment: int,
+        apply_at: int,
+        header: ExchangeHeader | None = None,
+        counters: Counters | None = None,
+        *,
+        is_led: bool = False,
+    ) -> None:
         self.fragment = fragment
         self.apply_at = apply_at
+        self.header = header
+        self.counters = counters
+        self.is_led = is_led  # by others: this rank has no data, and only takes part
+        self.is_carried = False  # the ranks were others when it ran
         self.headers: ExchangeHeaders | None = None  # known once it is done
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -36,6 +63,20 @@ class PendingExchange:
         self.raise_failure()
         assert self.headers is not None, "the exchange is done"
         return self.headers
+
+    def renew(self) -> PendingExchange:
+        """The same exchange, to be run again."""
+        return PendingExchange(self.fragment, self.apply_at, self.header, self.counters, is_led=self.is_led)
+
+    def stop(self, timeout_s: float) -> bool:
+        """Wait for its thread to end, without raising; returns whether it is done.
+
+        The thread ends by itself: its communicator was abandoned, or all ranks take part.
+        """
+        self.abandon(timeout_s)
+        if self._thread is not None and self._thread.is_alive():
+            raise CollectiveFailed(f"an exchange that overlaps with steps did not end in {timeout_s:.0f} s")
+        return self.headers is not None
 
     def abandon(self, timeout_s: float | None) -> None:
         """Wait at most ``timeout_s`` for the thread to end, and ignore its result."""
