@@ -25,7 +25,6 @@ from gradsync.elastic.session import Change
 from gradsync.engine.survival import Survival
 from gradsync.integrations.prometheus import Prometheus
 from gradsync.profiling import set_recording
-from tests.support import diverging
 
 ARGUMENTS = sys.argv[1:] if __name__ == "__main__" else ["."]  # tests import its data and its model
 FOLDER = Path(ARGUMENTS[0])
@@ -167,7 +166,10 @@ def main() -> None:
     kill_in("gradsync.engine.survival", "Survival.before_end", "end")
     if OPTIONS["skips_barrier"] is not None:
         skip_barrier()
-    diverging.folder, diverging.uid = FOLDER, UID
+    if OPTIONS["strategy"] == "diverging":
+        from tests.support import diverging  # here: importing it registers a strategy
+
+        diverging.folder, diverging.uid = FOLDER, UID
     model = make_model()
     kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
     optimizer = kinds[OPTIONS["optimizer"]](model.parameters(), lr=1e-2)

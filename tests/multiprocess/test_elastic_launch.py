@@ -99,6 +99,11 @@ print("leads its group:", os.getpgrp() == os.getpid(), file=sys.stderr)
             "founders": ["0.0", "1.0"],
             "min": 1,
             "max": 3,
+            "nodes": 1,
+            "on_partition": None,
+            "partition_timeout_s": 1800.0,
+            "resume": None,
+            "save_every_s": None,
         }
         assert environment == {
             "RANK": str(slot),

@@ -175,4 +175,4 @@ def test_sides_are_merged_by_their_shares() -> None:
 
 def test_exact_strategies_refuse_two_histories() -> None:
     for text in ("allreduce", "local_sgd(exact_steps=5)"):
-        assert "two histories" in gradsync.spec.parse(text, "strategy").diverge_obstacle()
+        assert "are equal after every step" in gradsync.spec.parse(text, "strategy").diverge_obstacle()
